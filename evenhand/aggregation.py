@@ -1,0 +1,454 @@
+"""One round of any method on anybody's updates: `aggregate`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from evenhand.checks import EvenhandError, choice, near_miss, number
+from evenhand.geometry import Floats, Layers, Layout, Updates, combine, cross, gram, past_updates, read_updates, restore
+from evenhand.methods import Method, method
+from evenhand.methods.base import Client, Memo, Round
+from evenhand.state import SLACK, Memory, State, window_of
+
+CANCELLATION = 1e3  # terms this much longer than their sum are added up in float64
+
+
+@dataclass(frozen=True)
+class Diagnostics:
+    """What the inner products and the coefficients say about the round. Rows: present clients, then remembered ones."""
+
+    clients: tuple[Client, ...]
+    ages: np.ndarray[Any, np.dtype[np.int64]]
+    layers: tuple[str, ...]
+    gram: Floats = field(repr=False)  # blocks x rows x rows
+    coefficients: Floats = field(repr=False)  # blocks x rows
+    resolution: float
+    lr: float | None
+    excluded: Mapping[Client, str]
+    notes: tuple[str, ...]
+    facts: Mapping[str, Any]
+
+    @cached_property
+    def norms(self) -> Floats:
+        """Length of each row."""
+        return np.sqrt(np.maximum(np.diagonal(self.gram.sum(axis=0)), 0.0))
+
+    @cached_property
+    def cosines(self) -> Floats:
+        """Cosine of every pair of rows; 0 for a zero row."""
+        lengths = np.outer(self.norms, self.norms)
+        total = self.gram.sum(axis=0)
+        return np.clip(np.divide(total, lengths, out=np.zeros_like(total), where=lengths > 0.0), -1.0, 1.0)
+
+    @cached_property
+    def _dots(self) -> Floats:
+        """Inner product of each row with the direction, per layer (layers x rows)."""
+        return np.einsum("bij,bj->bi", self.gram, self.coefficients)
+
+    @cached_property
+    def direction_norm(self) -> float:
+        """Length of the combined direction (before the server step)."""
+        return float(np.sqrt(max(0.0, float((self._dots * self.coefficients).sum()))))
+
+    @cached_property
+    def predicted_change(self) -> Floats:
+        """First-order change of each row's loss along the direction: negative is better.
+
+        An update is about lr times a gradient, so the inner product is divided by lr where lr is known; otherwise the
+        numbers compare clients with each other and have no unit.
+        """
+        return -self._dots.sum(axis=0) / (self.lr or 1.0)
+
+    @cached_property
+    def conflicts(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Whose update the direction goes against, over the whole model."""
+        return self._against(self.gram.sum(axis=0, keepdims=True), self._dots.sum(axis=0, keepdims=True))[0]
+
+    @cached_property
+    def layer_conflicts(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """The same per layer (layers x rows)."""
+        return self._against(self.gram, self._dots)
+
+    def _against(self, products: Floats, dots: Floats) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        norms = np.sqrt(np.maximum(np.diagonal(products, axis1=1, axis2=2), 0.0))
+        parts = np.sqrt(np.maximum(np.diagonal(self.gram, axis1=1, axis2=2), 0.0)) * np.abs(self.coefficients)
+        terms = parts.sum(axis=1) if len(products) == len(self.gram) else parts.sum(keepdims=True)[0]
+        return np.asarray(dots < -10.0 * self.resolution * norms * terms[:, None])
+
+    def __str__(self) -> str:
+        present = int((self.ages == 0).sum())
+        lines = [
+            f"{present} present clients, {len(self.ages) - present} remembered; "
+            f"direction {self.direction_norm:.4g} long",
+            f"against {int(self.conflicts[:present].sum())} of {present} present clients over the whole model",
+        ]
+        if len(self.layers) > 1:
+            counts = self.layer_conflicts[:, :present].sum(axis=1)
+            lines.append("by layer: " + ", ".join(f"{n} {c}" for n, c in zip(self.layers, counts, strict=True)))
+        lines += [f"excluded {client!r}: {reason}" for client, reason in self.excluded.items()]
+        return "\n".join([*lines, *self.notes])
+
+
+@dataclass(frozen=True)
+class Aggregate:
+    """The outcome of a round: the new model is theta - update."""
+
+    update: Any = field(repr=False)  # same structure, dtype and device as one client's update
+    coefficients: Floats = field(repr=False)  # blocks x rows: the given clients in their order, then remembered rows
+    state: State
+    diagnostics: Diagnostics
+    evaluation_offset: Any = field(default=None, repr=False)  # AFL: evaluate theta - update + evaluation_offset
+
+
+def aggregate(
+    rule: str | Method | Mapping[str, Any],
+    updates: Any,
+    *,
+    losses: Any = None,
+    sizes: Any = None,
+    accuracies: Any = None,
+    participations: Any = None,
+    fairness: Any = None,
+    fairness_global: float | None = None,
+    accuracy_global: float | None = None,
+    clients: Sequence[Client] | None = None,
+    round: int | None = None,
+    state: State | None = None,
+    lr: float | None = None,
+    layers: Layers = None,
+    evaluate: Callable[[Any], Any] | None = None,
+    on_bad: str = "exclude",
+    own: bool = False,
+    seed: int = 0,
+    **settings: Any,
+) -> Aggregate:
+    """Combine one round's client updates by a method.
+
+    rule: a method's name (`evenhand.methods()` lists them), with its settings as further keywords; or a Method.
+    updates: g_k = theta - theta_k of each client: a matrix or stack (clients first), a mapping name -> stack, or a
+        sequence with one array, list of arrays or state dict a client; torch or numpy, any device.
+    losses: each client's mean loss at the received model (AdaFed's paper: after training; either works).
+    sizes, accuracies, participations: samples, accuracy and number of rounds taken part in, of each client.
+    fairness, fairness_global, accuracy_global: a group-fairness measure per client and overall (FairFed).
+    clients: ids, needed as soon as anything is carried per client from round to round.
+    round: this round's number from 0 (default: one more than the state's); state: the previous outcome's `.state`.
+    lr: the clients' learning rate (q-FFL, FedFa, and the unit of predicted loss changes).
+    layers: how tensors form layers: "module" (default), "tensor", "model", a mapping, a function, or column sizes.
+    evaluate: given a trial update, returns the clients' losses at theta - trial (FedMDFG's line search).
+    on_bad: "exclude" clients with NaN or Inf and say so in the diagnostics, or "raise".
+    own: the caller will not write into `updates` any more, so remembered rows need no copy.
+
+    >>> import numpy as np
+    >>> out = aggregate("fedfv", np.array([[1.0, 0.0], [-1.0, 1.0]]), losses=[0.5, 2.0], alpha=0.0)
+    >>> out.update
+    array([0.15811388, 0.47434165])
+    """
+    chosen = method(rule, **settings)
+    choice("on_bad", on_bad, ("exclude", "raise"))
+    if lr is not None:
+        number("lr", lr, above=0.0)
+    given = read_updates(updates, layers)
+    ids = _read_clients(clients, given.rows)
+    index = _read_round(round, state)
+    _check_state(state, chosen, given.layout, clients is not None)
+    columns = {"losses": losses, "sizes": sizes, "accuracies": accuracies}
+    columns |= {"participations": participations, "fairness": fairness}
+    values = {name: _read_column(name, column, ids) for name, column in columns.items() if column is not None}
+    scalars = {"fairness_global": fairness_global, "accuracy_global": accuracy_global}
+    overall = {name: float(value) for name, value in scalars.items() if value is not None}
+    _check_inputs(chosen, {*values, *overall})
+
+    products = gram(given)
+    excluded = _bad_clients(products, values, ids)
+    _refuse(excluded, on_bad, given.rows)
+    good = [position for position, client in enumerate(ids) if client not in excluded]
+    here = given.select(good)
+    products = products[:, good][:, :, good]
+    values = {name: column[good] for name, column in values.items()}
+    present = tuple(ids[position] for position in good)
+
+    memory = state.memory if state is not None else Memory()
+    seen = tuple(dict.fromkeys((*(state.seen if state is not None else ()), *present)))
+    window = window_of(chosen.rule.memory, len(seen), len(present))
+    used = memory.absent(present, index, window)
+    past = past_updates(here, [memory.rows[i] for i in used]) if len(used) else None
+    products, memory_gram = _with_past(products, here, past, memory, used)
+
+    moment = Round(
+        gram=products,
+        present=len(present),
+        clients=(*present, *(memory.clients[i] for i in used)),
+        ages=np.concatenate([np.zeros(len(present), dtype=np.int64), index - memory.rounds[used]]),
+        index=index,
+        resolution=here.resolution,
+        seed=seed,
+        lr=lr,
+        values={name: np.append(column, _remembered(memory, name, used)) for name, column in values.items()},
+        globals=overall,
+    )
+    weights = chosen.rule.weigh(moment, state.rule_memo if state is not None else {})
+    coefficients = np.broadcast_to(weights.coefficients, (len(products), moment.rows)).copy()
+    direction = combine(coefficients, here, past, precise=_cancels(moment, coefficients))
+
+    server_memo = _on_device(state.server_memo, direction) if state is not None else {}
+    ask = _asker(evaluate, given, direction, good)
+    flat, server_memo, remarks = chosen.server.apply(direction, server_memo, moment, weights, ask)
+    offset = chosen.server.offset(server_memo)
+
+    new_memory = Memory()
+    if chosen.rule.memory != "off" and clients is not None:
+        new_memory = _remember(memory, memory_gram, moment, here, used, window * SLACK, own)
+    return Aggregate(
+        update=restore(given.layout, flat),
+        coefficients=_in_callers_order(coefficients, good, given.rows),
+        state=State(
+            rule=chosen.rule.name,
+            server=chosen.server.name,
+            round=index,
+            named=clients is not None,
+            seen=seen,
+            layout=given.layout.signature(),
+            rule_memo=weights.memo,
+            server_memo=server_memo,
+            memory=new_memory,
+        ),
+        diagnostics=Diagnostics(
+            clients=moment.clients,
+            ages=moment.ages,
+            layers=given.layout.blocks,
+            gram=products,
+            coefficients=coefficients,
+            resolution=here.resolution,
+            lr=lr,
+            excluded=excluded,
+            notes=(*weights.notes, *remarks, *_layout_notes(given.layout)),
+            facts=weights.facts,
+        ),
+        evaluation_offset=None if offset is None else restore(given.layout, offset),
+    )
+
+
+# --------------------------------------------------------------------------------------- checks at the door
+
+
+def _read_clients(clients: Sequence[Client] | None, rows: int) -> tuple[Client, ...]:
+    if clients is None:
+        return tuple(range(rows))
+    ids = tuple(client.item() if isinstance(client, np.generic) else client for client in clients)
+    if len(ids) != rows:
+        raise EvenhandError(f"clients has {len(ids)} ids for {rows} updates")
+    for client in ids:
+        if not isinstance(client, (int, str)) or isinstance(client, bool):
+            raise EvenhandError(f"client id {client!r} is a {type(client).__name__}; use whole numbers or text")
+    if len(set(ids)) != len(ids):
+        twice = next(client for client in ids if ids.count(client) > 1)
+        raise EvenhandError(f"client {twice!r} stands twice in clients; each update needs an id of its own")
+    return ids
+
+
+def _read_round(index: int | None, state: State | None) -> int:
+    last = -1 if state is None else state.round
+    if index is None:
+        return last + 1
+    number("round", index, low=0, whole=True)
+    if index <= last:
+        raise EvenhandError(f"round={index} is not after the state's round {last}; rounds count up from 0")
+    return int(index)
+
+
+def _check_state(state: State | None, chosen: Method, layout: Layout, named: bool) -> None:
+    if state is None:
+        return
+    if not isinstance(state, State):
+        raise EvenhandError(f"state is a {type(state).__name__}; pass the previous outcome's .state, or None to start")
+    if (state.rule, state.server) != (chosen.rule.name, chosen.server.name):
+        raise EvenhandError(
+            f"state comes from rule {state.rule!r} with server {state.server!r}, not from {chosen.rule.name!r} with "
+            f"{chosen.server.name!r}; pass state=None to start afresh"
+        )
+    if state.layout != layout.signature():
+        raise EvenhandError(
+            "state comes from updates with other tensors, shapes or layers; pass state=None to start afresh"
+        )
+    carries = chosen.rule.by_client or chosen.rule.memory != "off"
+    if carries and not (named and state.named):
+        raise EvenhandError(
+            f"{chosen.name} carries something of each client from round to round, so from the first round on it needs "
+            "clients=[one id an update]" + (" (or absent='off')" if not chosen.rule.by_client else "")
+        )
+
+
+def _read_column(name: str, column: Any, ids: tuple[Client, ...]) -> Floats:
+    if isinstance(column, Mapping):
+        missing = [client for client in ids if client not in column]
+        if missing:
+            known = [str(client) for client in column]
+            raise EvenhandError(f"{name} has nothing for client {missing[0]!r}{near_miss(missing[0], known)}")
+        column = [column[client] for client in ids]
+    if isinstance(column, Tensor):
+        column = column.detach().double().cpu().numpy()
+    if isinstance(column, (list, tuple)):
+        column = [float(entry) for entry in column]
+    numbers = np.asarray(column, dtype=np.float64)
+    if numbers.shape != (len(ids),):
+        raise EvenhandError(
+            f"{name} has shape {numbers.shape}; one number for each of the {len(ids)} updates is needed"
+        )
+    low = {"losses": -np.inf, "fairness": -np.inf}.get(name, 0.0)
+    if (numbers < low).any():
+        where = int(np.argmax(numbers < low))
+        raise EvenhandError(f"{name} of client {ids[where]!r} is {numbers[where]:g}; it cannot be negative")
+    if name == "sizes" and numbers.sum() == 0.0:
+        raise EvenhandError("sizes are all zero: no client has any samples")
+    return numbers
+
+
+def _check_inputs(chosen: Method, given: set[str]) -> None:
+    missing = [name for name in chosen.rule.inputs if name not in given]
+    if missing:
+        hint = " (or weights='uniform')" if missing == ["sizes"] and hasattr(chosen.rule, "weights") else ""
+        hint = " (or reference='uniform')" if missing == ["sizes"] and hasattr(chosen.rule, "reference") else hint
+        had = f"; it was given {', '.join(sorted(given))}" if given else ""
+        raise EvenhandError(f"{chosen.name} needs {' and '.join(f'{name}=' for name in missing)}{hint}{had}")
+
+
+def _bad_clients(products: Floats, values: Mapping[str, Floats], ids: tuple[Client, ...]) -> dict[Client, str]:
+    squares = np.diagonal(products, axis1=1, axis2=2).sum(axis=0)
+    bad = {ids[i]: "its update holds NaN or Inf" for i in np.flatnonzero(~np.isfinite(squares))}
+    for name, column in values.items():
+        if name != "fairness":  # NaN there means: cannot be measured at this client
+            for i in np.flatnonzero(~np.isfinite(column)):
+                bad.setdefault(ids[i], f"its entry in {name} is {column[i]}")
+    return bad
+
+
+def _refuse(excluded: Mapping[Client, str], on_bad: str, rows: int) -> None:
+    if not excluded or (on_bad == "exclude" and len(excluded) < rows):
+        return
+    said = "; ".join(f"client {client!r}: {reason}" for client, reason in list(excluded.items())[:3])
+    if len(excluded) == rows:
+        raise EvenhandError(f"no usable client in this round: {said}")
+    raise EvenhandError(f"{said} (on_bad='exclude' leaves such clients out)")
+
+
+def _layout_notes(layout: Layout) -> tuple[str, ...]:
+    if not layout.integers:
+        return ()
+    return (f"entries that are not floating-point get a zero update: {', '.join(layout.integers)}",)
+
+
+# ---------------------------------------------------------------------------------------- inside a round
+
+
+def _remembered(memory: Memory, name: str, used: np.ndarray[Any, Any]) -> Floats:
+    column = memory.values.get(name)
+    return np.full(len(used), np.nan) if column is None else column[used]
+
+
+def _with_past(
+    products: Floats, here: Updates, past: Updates | None, memory: Memory, used: np.ndarray[Any, Any]
+) -> tuple[Floats, Floats]:
+    """The Gram matrix of present and remembered rows; products among the remembered come from the memory."""
+    if past is None:
+        return products, memory.gram
+    known = memory.gram
+    among = known[:, used][:, :, used]
+    unknown = np.flatnonzero(np.isnan(among).any(axis=(0, 2)))
+    if len(unknown):
+        fresh = cross(past.select(unknown.tolist()), past)
+        among = among.copy()
+        among[:, unknown] = fresh
+        among[:, :, unknown] = fresh.transpose(0, 2, 1)
+        known = known.copy()
+        known[:, used[:, None], used[None, :]] = among
+    between = cross(here, past)
+    top = np.concatenate([products, between], axis=2)
+    bottom = np.concatenate([between.transpose(0, 2, 1), among], axis=2)
+    return np.concatenate([top, bottom], axis=1), known
+
+
+def _cancels(moment: Round, coefficients: Floats) -> bool:
+    """Whether the combination's terms are so much longer than their sum that float32 would lose digits."""
+    square = sum(float(row @ block @ row) for row, block in zip(coefficients, moment.gram, strict=True))
+    terms = float((np.abs(coefficients) * np.sqrt(np.maximum(np.diagonal(moment.gram, axis1=1, axis2=2), 0.0))).sum())
+    return terms**2 > CANCELLATION**2 * max(square, 0.0)
+
+
+def _asker(
+    evaluate: Callable[[Any], Any] | None, given: Updates, direction: list[Tensor], good: list[int]
+) -> Callable[[float], Floats] | None:
+    if evaluate is None:
+        return None
+
+    def ask(scale: float) -> Floats:
+        trial = evaluate(restore(given.layout, [scale * tensor for tensor in direction]))
+        losses = np.asarray(torch.as_tensor(trial).detach().double().cpu().numpy())
+        if losses.shape != (given.rows,):
+            raise EvenhandError(
+                f"evaluate returned shape {losses.shape}; one loss for each of {given.rows} clients is needed"
+            )
+        losses = losses[good]
+        return np.where(np.isfinite(losses), losses, np.inf)  # a step that breaks a client's loss is a bad step
+
+    return ask
+
+
+def _on_device(memo: Memo, like: list[Tensor]) -> Memo:
+    """The server's tensors where the direction is (a loaded state comes on the CPU)."""
+    return {
+        key: [tensor.to(other.device) for tensor, other in zip(value, like, strict=True)]
+        if isinstance(value, list) and value and isinstance(value[0], Tensor)
+        else value
+        for key, value in memo.items()
+    }
+
+
+def _remember(
+    memory: Memory,
+    products: Floats,
+    moment: Round,
+    here: Updates,
+    used: np.ndarray[Any, Any],
+    oldest: float,
+    own: bool,
+) -> Memory:
+    """The memory after this round: present clients' rows replace their old ones, rows past use are forgotten."""
+    present, count = moment.clients[: moment.present], moment.present
+    kept = memory.absent(present, moment.index, oldest)
+    grown = np.full((len(moment.gram), len(kept) + count, len(kept) + count), np.nan)
+    if len(kept):
+        grown[:, : len(kept), : len(kept)] = products[:, kept][:, :, kept]
+    place = np.searchsorted(kept, used)  # used rows are a subset of kept ones, both ascending
+    fresh = np.arange(len(kept), len(kept) + count)
+    grown[:, fresh[:, None], fresh[None, :]] = moment.gram[:, :count, :count]
+    grown[:, fresh[:, None], place[None, :]] = moment.gram[:, :count, count:]
+    grown[:, place[:, None], fresh[None, :]] = moment.gram[:, count:, :count]
+    names = {*memory.values, *moment.values}
+    return Memory(
+        clients=(*(memory.clients[i] for i in kept), *present),
+        rounds=np.append(memory.rounds[kept], np.full(count, moment.index)),
+        values={name: np.append(_remembered(memory, name, kept), _present(moment, name)) for name in sorted(names)},
+        rows=(*(memory.rows[i] for i in kept), *(here.row(i, copy=not own) for i in range(count))),
+        gram=grown,
+    )
+
+
+def _present(moment: Round, name: str) -> Floats:
+    column = moment.values.get(name)
+    return np.full(moment.present, np.nan) if column is None else column[: moment.present]
+
+
+def _in_callers_order(coefficients: Floats, good: list[int], rows: int) -> Floats:
+    """Excluded clients get zero coefficients, so that columns match the given updates."""
+    present = len(good)
+    full = np.zeros((len(coefficients), rows + coefficients.shape[1] - present))
+    full[:, good] = coefficients[:, :present]
+    full[:, rows:] = coefficients[:, present:]
+    return full

@@ -1,0 +1,43 @@
+"""Errors that name the thing, the value and the way out."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection
+
+
+class EvenhandError(ValueError):
+    """Something the caller gave cannot be used; the message says what and what to do instead."""
+
+
+def near_miss(word: object, known: Collection[str]) -> str:
+    """The phrase `; did you mean 'x'?` when a known name is close, else nothing."""
+    close = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def choice(name: str, value: object, allowed: Collection[str]) -> None:
+    """Insist on one of a few words."""
+    if value not in allowed:
+        words = ", ".join(map(repr, allowed))
+        raise EvenhandError(f"{name}={value!r} is not one of {words}{near_miss(value, allowed)}")
+
+
+def number(
+    name: str,
+    value: object,
+    *,
+    low: float = float("-inf"),
+    high: float = float("inf"),
+    above: float | None = None,
+    whole: bool = False,
+) -> None:
+    """Insist on a finite number within [low, high] (and strictly above `above`)."""
+    kind = "whole number" if whole else "number"
+    fits = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+    if fits and low <= value <= high and (above is None or value > above) and abs(value) != float("inf"):  # type: ignore[operator, arg-type]
+        return
+    floor = f"above {above:g}" if above is not None else f"at least {low:g}" if low != float("-inf") else ""
+    ceiling = f"at most {high:g}" if high != float("inf") else ""
+    limits = " and ".join(filter(None, (floor, ceiling))) or "finite"
+    raise EvenhandError(f"{name}={value!r} must be a {kind}, {limits}")

@@ -1,0 +1,498 @@
+"""Client updates as geometry: inner products per layer, and linear combinations.
+
+A rule never sees a long vector. It sees the Gram matrix of the rows (one pass over the updates) and
+answers with coefficients, which are applied in one more pass. This file holds those two passes and the
+reading of whatever form the updates come in.
+
+Accuracy: products of float32 (or narrower) rows are formed in float32 over short stretches of columns,
+with TF32 and autocast switched off, and the stretches are added up in float64; float64 rows stay float64.
+Rows so small or large that float32 products would under- or overflow are done again in float64.
+Memory: a dense input is read in place; rows that live in separate tensors are gathered through one small
+buffer. No second copy of the updates is ever made.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from evenhand.checks import EvenhandError, near_miss
+
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+Layers = str | Callable[[str], str] | Mapping[str, Any] | Sequence[Any] | None
+
+STRETCH = 8192  # columns summed in float32 before the sum moves to float64
+PARTIALS = 32 << 20  # bytes of float32 partial products held at once
+BUFFER = 16 << 20  # bytes of the gather buffer
+TILE = 256  # rows per tile when only the upper triangle of a large Gram matrix is computed
+TINY, HUGE = 1e-28, 1e34  # squared norms outside this range are not trusted in float32
+
+# Relative error to expect in an entry K[i, j] / (|g_i| |g_j|), by the dtype products are formed in.
+RESOLUTION = {torch.float32: 1e-7, torch.float64: 1e-14}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The form of one client's update: its tensors, their layers, and how to give it back."""
+
+    form: str  # "array", "stacked", "mapping" or "sequence"
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+    blocks: tuple[str, ...]
+    block_of: tuple[int, ...]
+    keys: tuple[str, ...]  # every entry in the caller's order, the integer ones included
+    integers: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+    numpy: bool
+    ordered: bool
+    array_shape: tuple[int, ...] = ()
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(int(np.prod(shape, dtype=np.int64)) for shape in self.shapes)
+
+    def signature(self) -> list[list[Any]]:
+        """What two rounds must share for their rows to be compared (JSON-ready)."""
+        return [
+            [name, list(shape), self.blocks[block]]
+            for name, shape, block in zip(self.names, self.shapes, self.block_of, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class Updates:
+    """Rows of client updates, tensor by tensor: dense (rows x size) or one flat-able tensor a row."""
+
+    layout: Layout
+    parts: tuple[Tensor | tuple[Tensor, ...], ...]
+    rows: int
+    keep: tuple[int, ...] | None = None  # rows in use; None is all of them
+    devices: tuple[torch.device, ...] | None = None  # where each part is computed, if not where it lies
+
+    def __len__(self) -> int:
+        return self.rows if self.keep is None else len(self.keep)
+
+    def select(self, keep: Sequence[int]) -> Updates:
+        """The same updates restricted to some rows, without copying any."""
+        if self.keep is not None:
+            keep = [self.keep[i] for i in keep]
+        chosen = tuple(int(i) for i in keep)
+        return replace(self, keep=None if chosen == tuple(range(self.rows)) else chosen)
+
+    def device_of(self, part: int) -> torch.device:
+        if self.devices is not None:
+            return self.devices[part]
+        rows = self.parts[part]
+        return rows.device if isinstance(rows, Tensor) else rows[0].device
+
+    def compute_dtype(self, part: int) -> torch.dtype:
+        return torch.float64 if self.layout.dtypes[part] == torch.float64 else torch.float32
+
+    @property
+    def resolution(self) -> float:
+        """Relative error of the Gram matrix's entries (see RESOLUTION)."""
+        return max(RESOLUTION[self.compute_dtype(p)] for p in range(len(self.parts)))
+
+    def row(self, index: int, *, copy: bool) -> tuple[Tensor, ...]:
+        """One row as flat tensors, one per entry of the layout."""
+        if self.keep is not None:
+            index = self.keep[index]
+        flat = [part[index].reshape(-1) for part in self.parts]
+        return tuple(tensor.detach().clone() if copy else tensor.detach() for tensor in flat)
+
+    def stretches(self, part: int, dtype: torch.dtype, width: int | None = None) -> Iterator[tuple[slice, Tensor]]:
+        """The rows of one part as (columns, dense rows x columns) pieces of the given dtype.
+
+        Dense rows of that dtype come as a view, whole unless a width is given; others pass through a buffer.
+        """
+        rows, size, count = self.parts[part], self.layout.sizes[part], len(self)
+        in_place = isinstance(rows, Tensor) and self.keep is None and rows.dtype == dtype
+        if width is None:
+            width = size if in_place else max(256, BUFFER // (max(count, 1) * dtype.itemsize))
+        width = min(width, size)
+        index = list(range(self.rows)) if self.keep is None else list(self.keep)
+        device = self.device_of(part)
+        chosen = torch.as_tensor(index, device=device)
+        buffer = None if in_place else torch.empty(count * width, dtype=dtype, device=device)
+        for start in range(0, size, width):
+            columns = slice(start, min(start + width, size))
+            if buffer is None:
+                yield columns, rows[:, columns]  # type: ignore[call-overload]
+                continue
+            dense = buffer[: count * (columns.stop - columns.start)].view(count, -1)
+            if isinstance(rows, Tensor):
+                dense.copy_(rows[:, columns] if self.keep is None else rows[:, columns].index_select(0, chosen))
+            else:
+                for position, row in enumerate(index):
+                    dense[position].copy_(rows[row].reshape(-1)[columns])
+            yield columns, dense
+
+
+# ---------------------------------------------------------------------------------------------- reading
+
+
+def read_updates(updates: Any, layers: Layers = None) -> Updates:
+    """Accept a matrix, a stack, a stacked state dict, or a sequence of arrays, lists or state dicts."""
+    if isinstance(updates, Updates):
+        return updates
+    if isinstance(updates, Mapping):
+        return _read_stacked(updates, layers)
+    if isinstance(updates, (Tensor, np.ndarray)):
+        return _read_array(updates, layers)
+    if isinstance(updates, Sequence) and not isinstance(updates, (str, bytes)):
+        if len(updates) == 0:
+            raise EvenhandError("updates is empty: a round needs at least one client's update")
+        first = updates[0]
+        if isinstance(first, Mapping):
+            return _read_mappings(updates, layers)
+        if isinstance(first, (Tensor, np.ndarray)):
+            named = [{"update": row} for row in updates]
+            read = _read_mappings(named, layers)
+            return replace(read, layout=replace(read.layout, form="array", array_shape=tuple(first.shape)))
+        if isinstance(first, Sequence) and first and isinstance(first[0], (Tensor, np.ndarray)):
+            _same_lengths(updates)
+            named = [{str(i): tensor for i, tensor in enumerate(row)} for row in updates]
+            read = _read_mappings(named, layers)
+            return replace(read, layout=replace(read.layout, form="sequence"))
+    raise EvenhandError(
+        f"updates of type {type(updates).__name__} not understood; give a (clients x parameters) array or tensor, "
+        "a mapping name -> (clients x ...) tensor, or a sequence with one array, list of arrays or state dict a client"
+    )
+
+
+def _same_lengths(rows: Sequence[Any]) -> None:
+    for position, row in enumerate(rows):
+        if not isinstance(row, Sequence) or len(row) != len(rows[0]):
+            found = len(row) if isinstance(row, Sequence) else type(row).__name__
+            raise EvenhandError(f"updates[{position}] has {found} tensors, updates[0] has {len(rows[0])}")
+
+
+def _tensor(value: Any, where: str) -> Tensor:
+    if isinstance(value, Tensor):
+        if value.is_sparse or value.layout != torch.strided:
+            raise EvenhandError(f"{where} is a sparse tensor; pass value.to_dense()")
+        return value.detach()
+    if isinstance(value, np.ndarray):
+        if value.dtype.kind not in "fiub":
+            raise EvenhandError(f"{where} has dtype {value.dtype}; floating-point numbers are needed")
+        if not value.flags.writeable or any(stride < 0 for stride in value.strides):
+            value = value.copy()  # torch cannot borrow such memory
+        return torch.from_numpy(value)
+    raise EvenhandError(f"{where} is a {type(value).__name__}; a torch tensor or numpy array is needed")
+
+
+def _read_array(array: Tensor | np.ndarray[Any, Any], layers: Layers) -> Updates:
+    tensor = _tensor(array, "updates")
+    if tensor.ndim < 2:
+        raise EvenhandError(
+            f"updates has shape {tuple(tensor.shape)}; the first axis counts clients and the others hold one update"
+        )
+    if tensor.shape[0] == 0:
+        raise EvenhandError("updates is empty: a round needs at least one client's update")
+    if not tensor.is_floating_point():
+        raise EvenhandError(f"updates has dtype {tensor.dtype}; floating-point numbers are needed")
+    rows, shape = tensor.shape[0], tuple(tensor.shape[1:])
+    dense = tensor.reshape(rows, -1)
+    names, sizes = _column_layers(layers, dense.shape[1])
+    edges = np.cumsum([0, *sizes])
+    one = len(sizes) == 1
+    layout = Layout(
+        form="array",
+        names=names,
+        shapes=(shape,) if one else tuple((size,) for size in sizes),
+        dtypes=(tensor.dtype,) * len(sizes),
+        blocks=names,
+        block_of=tuple(range(len(sizes))),
+        keys=names,
+        integers={},
+        numpy=isinstance(array, np.ndarray),
+        ordered=False,
+        array_shape=shape,
+    )
+    parts = tuple(dense[:, edges[i] : edges[i + 1]] for i in range(len(sizes)))
+    return Updates(layout, parts, rows)
+
+
+def _column_layers(layers: Layers, columns: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Layers of a matrix: its consecutive columns, by size."""
+    if layers is None or layers == "model":
+        return ("update",), (columns,)
+    if isinstance(layers, Mapping):
+        names, sizes = tuple(map(str, layers)), tuple(layers.values())
+    elif isinstance(layers, Sequence) and not isinstance(layers, str):
+        sizes = tuple(layers)
+        names = tuple(f"layer{i + 1}" for i in range(len(sizes)))
+    else:
+        raise EvenhandError(
+            "layers for a matrix of updates are the sizes of its consecutive columns, e.g. layers=[800, 10] "
+            "or layers={'hidden': 800, 'head': 10}"
+        )
+    if not all(isinstance(size, (int, np.integer)) and size > 0 for size in sizes) or sum(sizes) != columns:
+        raise EvenhandError(f"layers {list(sizes)} must be positive and add up to the {columns} columns of updates")
+    return names, tuple(int(size) for size in sizes)
+
+
+def _read_stacked(stacked: Mapping[str, Any], layers: Layers) -> Updates:
+    if not stacked:
+        raise EvenhandError("updates is an empty mapping: a round needs at least one tensor")
+    tensors = {str(name): _tensor(value, f"updates[{name!r}]") for name, value in stacked.items()}
+    counts = {name: tensor.shape[0] if tensor.ndim else -1 for name, tensor in tensors.items()}
+    first, rows = next(iter(counts.items()))
+    for name, count in counts.items():
+        if count != rows or count < 1:
+            raise EvenhandError(
+                f"updates[{name!r}] has {max(count, 0)} clients on its first axis, "
+                f"updates[{first!r}] has {max(rows, 0)}"
+            )
+    example = {name: tensor[0] for name, tensor in tensors.items()}
+    numpy = isinstance(next(iter(stacked.values())), np.ndarray)
+    layout = _layout(example, layers, "stacked", numpy, isinstance(stacked, OrderedDict))
+    return Updates(layout, tuple(tensors[name].reshape(rows, -1) for name in layout.names), rows)
+
+
+def _read_mappings(rows: Sequence[Any], layers: Layers) -> Updates:
+    first = rows[0]
+    example = {str(name): _tensor(value, f"updates[0][{name!r}]") for name, value in first.items()}
+    numpy = isinstance(next(iter(first.values()), None), np.ndarray)
+    layout = _layout(example, layers, "mapping", numpy, isinstance(first, OrderedDict))
+    columns: list[list[Tensor]] = [[example[name]] for name in layout.names]
+    for position, row in enumerate(rows[1:], start=1):
+        if not isinstance(row, Mapping) or row.keys() != first.keys():
+            raise EvenhandError(f"updates[{position}] {_difference(first, row)}")
+        for column, name in zip(columns, layout.names, strict=True):
+            where = f"updates[{position}][{name!r}]"
+            tensor, expected = _tensor(row[name], where), column[0]
+            for what in ("shape", "dtype", "device"):
+                if getattr(tensor, what) != getattr(expected, what):
+                    raise EvenhandError(
+                        f"{where} has {what} {_plain(getattr(tensor, what))}, "
+                        f"updates[0][{name!r}] has {_plain(getattr(expected, what))}"
+                    )
+            column.append(tensor)
+    return Updates(layout, tuple(map(tuple, columns)), len(rows))
+
+
+def _plain(value: Any) -> str:
+    return str(tuple(value)) if isinstance(value, torch.Size) else str(value)
+
+
+def _difference(first: Mapping[str, Any], row: Any) -> str:
+    if not isinstance(row, Mapping):
+        return f"is a {type(row).__name__}, updates[0] is a mapping"
+    missing, extra = sorted(first.keys() - row.keys()), sorted(row.keys() - first.keys())
+    said = [f"lacks {missing[:3]}"] if missing else []
+    said += [f"has unknown {extra[:3]}{near_miss(extra[0], list(first))}"] if extra else []
+    return " and ".join(said)
+
+
+def _layout(example: Mapping[str, Tensor], layers: Layers, form: str, numpy: bool, ordered: bool) -> Layout:
+    floating = {name: tensor for name, tensor in example.items() if tensor.is_floating_point()}
+    if sum(tensor.numel() for tensor in floating.values()) == 0:
+        raise EvenhandError("updates hold no floating-point numbers")
+    floating = {name: tensor for name, tensor in floating.items() if tensor.numel()}
+    group = _grouping(layers, list(floating))
+    groups = [group(name) for name in floating]
+    blocks = tuple(dict.fromkeys(groups))
+    return Layout(
+        form=form,
+        names=tuple(floating),
+        shapes=tuple(tuple(tensor.shape) for tensor in floating.values()),
+        dtypes=tuple(tensor.dtype for tensor in floating.values()),
+        blocks=blocks,
+        block_of=tuple(blocks.index(name) for name in groups),
+        keys=tuple(example),
+        integers={
+            name: (tuple(tensor.shape), tensor.dtype) for name, tensor in example.items() if name not in floating
+        },
+        numpy=numpy,
+        ordered=ordered,
+    )
+
+
+def _grouping(layers: Layers, names: list[str]) -> Callable[[str], str]:
+    """From a tensor's name to its layer's: by default the module that owns it."""
+    if layers is None or layers == "module":
+        return lambda name: name.rpartition(".")[0] or name
+    if layers == "tensor":
+        return lambda name: name
+    if layers == "model":
+        return lambda name: "model"
+    if isinstance(layers, Mapping):
+        missing = [name for name in names if name not in layers]
+        if missing:
+            raise EvenhandError(f"layers gives no layer for {missing[0]!r}{near_miss(missing[0], list(layers))}")
+        return lambda name: str(layers[name])
+    if callable(layers):
+        return lambda name: str(layers(name))
+    raise EvenhandError(
+        f"layers={layers!r} not understood; use 'module', 'tensor', 'model', "
+        "a mapping tensor name -> layer, or a function"
+    )
+
+
+# ------------------------------------------------------------------------------------------- two passes
+
+
+@contextmanager
+def exact_products(device: torch.device) -> Iterator[None]:
+    """Products in true float32: no TF32, no bfloat16 shortcuts, no autocast, no autograd."""
+    backends = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]  # type: ignore[attr-defined]
+    backends = [backend for backend in backends if hasattr(backend, "fp32_precision")]
+    before = [backend.fp32_precision for backend in backends]
+    try:
+        for backend, setting in zip(backends, before, strict=True):
+            if setting not in ("ieee", "none"):
+                backend.fp32_precision = "ieee"
+        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        for backend, setting in zip(backends, before, strict=True):
+            if backend.fp32_precision != setting:
+                backend.fp32_precision = setting
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """left @ right.T in float64, from float32 products over stretches of STRETCH columns."""
+    width = left.shape[1]
+    if left.dtype == torch.float64 or width <= STRETCH:
+        return (left @ right.T).double()
+    total = torch.zeros(left.shape[0], right.shape[0], dtype=torch.float64, device=left.device)
+    whole = width // STRETCH
+    at_once = max(1, PARTIALS // (4 * left.shape[0] * right.shape[0]))
+    for start in range(0, whole, at_once):
+        count = min(at_once, whole - start)
+        columns = slice(start * STRETCH, (start + count) * STRETCH)
+        batches = [
+            torch.unflatten(rows[:, columns], 1, (count, STRETCH)).transpose(0, 1)
+            for rows in ((left,) if right is left else (left, right))
+        ]
+        total += torch.bmm(batches[0], batches[-1].transpose(1, 2)).sum(0, dtype=torch.float64)
+    if whole * STRETCH < width:
+        total += left[:, whole * STRETCH :] @ right[:, whole * STRETCH :].T
+    return total
+
+
+def _symmetric_product(rows: Tensor) -> Tensor:
+    """rows @ rows.T; above TILE rows only the upper triangle of tiles is computed."""
+    count = rows.shape[0]
+    if count <= TILE:
+        return _product(rows, rows)
+    total = torch.empty(count, count, dtype=torch.float64, device=rows.device)
+    tiles = torch.split(rows, TILE)
+    for i, left in enumerate(tiles):
+        for j, right in enumerate(tiles[i:], start=i):
+            here = slice(i * TILE, i * TILE + len(left)), slice(j * TILE, j * TILE + len(right))
+            total[here] = _product(left, right)
+            if i != j:
+                total[here[1], here[0]] = total[here].T
+    return total
+
+
+def _accumulate(left: Updates, right: Updates | None = None, dtype: torch.dtype | None = None) -> Floats:
+    """Inner products per block of left's rows with right's (with themselves when right is None)."""
+    layout = left.layout
+    shape = (len(layout.blocks), len(left), len(left if right is None else right))
+    totals: dict[torch.device, Tensor] = {}
+    for part, block in enumerate(layout.block_of):
+        device = left.device_of(part)
+        if device not in totals:
+            totals[device] = torch.zeros(shape, dtype=torch.float64, device=device)
+        total, kind = totals[device][block], dtype or left.compute_dtype(part)
+        with exact_products(device):
+            if right is None:
+                for _, rows in left.stretches(part, kind):
+                    total += _symmetric_product(rows)
+            else:
+                width = max(256, BUFFER // (max(shape[1:]) * kind.itemsize))
+                pairs = zip(left.stretches(part, kind, width), right.stretches(part, kind, width), strict=True)
+                for (_, rows), (_, others) in pairs:
+                    total += _product(rows, others)
+    summed = np.zeros(shape)
+    for total in totals.values():
+        summed += total.cpu().numpy()
+    return summed
+
+
+def gram(updates: Updates) -> Floats:
+    """K[b, i, j] = <row i, row j> over block b, float64 on the CPU; a row with NaN or Inf has such a diagonal."""
+    found = _accumulate(updates)
+    if all(dtype == torch.float64 for dtype in updates.layout.dtypes):
+        return found
+    squares = np.diagonal(found, axis1=1, axis2=2)
+    doubtful = np.argwhere(~((squares > TINY) & (squares < HUGE)))
+    if any(_lost_in_float32(updates, block, row, squares[block, row]) for block, row in doubtful):
+        return _accumulate(updates, dtype=torch.float64)
+    return found
+
+
+def _lost_in_float32(updates: Updates, block: int, row: int, square: float) -> bool:
+    """Whether float32 products under- or overflowed here, as opposed to a true zero, NaN or Inf."""
+    flat = updates.row(row, copy=False)
+    largest = max(float(flat[part].abs().max()) for part, owner in enumerate(updates.layout.block_of) if owner == block)
+    return bool(np.isfinite(largest)) and largest > 0.0
+
+
+def cross(updates: Updates, past: Updates) -> Floats:
+    """Inner products per block between this round's rows and remembered ones."""
+    doubled = any(dtype != torch.float64 for dtype in updates.layout.dtypes)
+    found = _accumulate(updates, past)
+    if doubled and not (np.isfinite(found).all() and (np.abs(found).max(initial=0.0) < HUGE)):
+        return _accumulate(updates, past, dtype=torch.float64)
+    return found
+
+
+def combine(
+    coefficients: Floats, updates: Updates, past: Updates | None = None, *, precise: bool = False
+) -> list[Tensor]:
+    """The rows' linear combination, one flat tensor per entry; coefficients are blocks x rows.
+
+    `precise` accumulates in float64, for combinations whose terms nearly cancel.
+    """
+    layout, present = updates.layout, len(updates)
+    combined = []
+    for part, block in enumerate(layout.block_of):
+        device = updates.device_of(part)
+        kind = torch.float64 if precise else updates.compute_dtype(part)
+        weights = torch.as_tensor(coefficients[block], dtype=kind, device=device)
+        out = torch.zeros(layout.sizes[part], dtype=kind, device=device)
+        with exact_products(device):
+            sources = [(updates, weights[:present])]
+            if past is not None and len(past):
+                sources.append((past, weights[present:]))
+            for source, scale in sources:
+                for columns, rows in source.stretches(part, kind):
+                    out[columns].addmv_(rows.T, scale)
+        combined.append(out)
+    return combined
+
+
+def restore(layout: Layout, flat: Sequence[Tensor]) -> Any:
+    """Flat tensors back in the form, dtype and (for numpy) kind that one client's update came in."""
+    shaped = {
+        name: tensor.to(dtype).reshape(shape)
+        for name, tensor, shape, dtype in zip(layout.names, flat, layout.shapes, layout.dtypes, strict=True)
+    }
+    if layout.form == "array":
+        whole = next(iter(shaped.values())) if len(shaped) == 1 else torch.cat(list(shaped.values()))
+        whole = whole.reshape(layout.array_shape)
+        return whole.numpy() if layout.numpy else whole
+    device = flat[0].device
+    for name, (shape, dtype) in layout.integers.items():
+        shaped[name] = torch.zeros(shape, dtype=dtype, device=device)
+    entries = {key: shaped[key].numpy() if layout.numpy else shaped[key] for key in layout.keys}
+    if layout.form == "sequence":
+        return list(entries.values())
+    return OrderedDict(entries) if layout.ordered else entries
+
+
+def past_updates(like: Updates, rows: Sequence[tuple[Tensor, ...]]) -> Updates:
+    """Remembered rows (flat tensors, one per entry) beside these updates; they may lie on another device."""
+    devices = tuple(like.device_of(part) for part in range(len(like.parts)))
+    return Updates(like.layout, tuple(zip(*rows, strict=True)), len(rows), devices=devices)

@@ -1,0 +1,260 @@
+"""Every method by name: one line each, a choice of objective, rule and server step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
+
+from evenhand.checks import EvenhandError, near_miss
+from evenhand.methods.adafed import AdaFed
+from evenhand.methods.afl import AFL
+from evenhand.methods.base import Objective, Rule, ServerStep
+from evenhand.methods.drfl import DRFL
+from evenhand.methods.even import Even
+from evenhand.methods.fairfed import FairFed
+from evenhand.methods.fedavg import FedAvg
+from evenhand.methods.fedfa import FedFa, FedFaMomentum
+from evenhand.methods.fedfv import FedFV
+from evenhand.methods.fedgini import FedGini
+from evenhand.methods.fedlf import FedLF
+from evenhand.methods.fedmdfg import FedMDFG, LineSearch
+from evenhand.methods.fedmgda import FedMGDAPlus
+from evenhand.methods.mfairfl import MFairFL
+from evenhand.methods.qffl import QFFL
+from evenhand.methods.server import Average, FedAdagrad, FedAdam, FedYogi, Momentum, Plain
+from evenhand.methods.term import TERM
+from evenhand.objectives import ClientMomentum, PlainRisk, Proximal
+
+Part = TypeVar("Part", Objective, Rule, ServerStep)
+Settings = Mapping[str, Any]
+
+DEFAULT = "even"
+
+
+@dataclass(frozen=True)
+class Method:
+    """A named choice of local objective, weighting rule and server step. Frozen, comparable, dict-able."""
+
+    name: str
+    rule: Rule
+    server: ServerStep = Plain()
+    objective: Objective = PlainRisk()
+    summary: str = ""  # where it says more than the rule's own first line
+    paper: str = ""
+
+    def __str__(self) -> str:
+        said = f"{self.name}({_spoken(self.rule)})"
+        if self.server != Plain():
+            said += f", server {self.server.name}({_spoken(self.server)})"
+        if self.objective != PlainRisk():
+            said += f", objective {self.objective.name}({_spoken(self.objective)})"
+        return said
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values only (JSON, TOML); `Method.from_dict` gives back an equal method."""
+        return {
+            "name": self.name,
+            "rule": _values(self.rule),
+            "server": {"name": self.server.name, **_values(self.server)},
+            "objective": {"name": self.objective.name, **_values(self.objective)},
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Method:
+        missing = [key for key in ("name", "rule", "server", "objective") if key not in values]
+        if missing:
+            raise EvenhandError(f"a method's dictionary needs {missing[0]!r}; it has {sorted(values)}")
+        return method(values["name"], server=values["server"], objective=values["objective"], **values["rule"])
+
+    def with_settings(self, settings: Settings) -> Method:
+        """The same method with some settings changed: looked up in the rule, then the server step, then the objective."""
+        parts: dict[str, Any] = {"rule": self.rule, "server": self.server, "objective": self.objective}
+        changes: dict[str, dict[str, Any]] = {key: {} for key in parts}
+        for name, value in settings.items():
+            owner = next((key for key, part in parts.items() if name in _values(part)), None)
+            if owner is None:
+                known = [known for part in parts.values() for known in _values(part)]
+                listed = ", ".join(known) if known else "none"
+                raise EvenhandError(
+                    f"{self.name} has no setting {name!r}{near_miss(name, known)} (its settings: {listed})"
+                )
+            changes[owner][name] = value
+        changed = {key: replace(part, **changes[key]) for key, part in parts.items() if changes[key]}
+        return replace(self, **changed) if changed else self
+
+
+def _values(part: Any) -> dict[str, Any]:
+    return {entry.name: getattr(part, entry.name) for entry in fields(part)}
+
+
+def _spoken(part: Any) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in _values(part).items())
+
+
+OBJECTIVES: dict[str, Objective] = {part.name: part for part in (PlainRisk(), Proximal(), ClientMomentum())}
+
+SERVERS: dict[str, ServerStep] = {
+    part.name: part
+    for part in (Plain(), Momentum(), Average(), FedAdam(), FedYogi(), FedAdagrad(), FedFaMomentum(), LineSearch())
+}
+
+FEDPROX = "FedAvg whose clients stay near the received model."
+FEDOPT = "FedAvg's mean, applied by {} at the server."
+
+METHODS: dict[str, Method] = {
+    entry.name: entry
+    for entry in (
+        Method("even", Even()),
+        Method("fedavg", FedAvg()),
+        Method("fedprox", FedAvg(), objective=Proximal(), summary=FEDPROX, paper="Li et al., MLSys 2020"),
+        Method("qffl", QFFL()),
+        Method("afl", AFL(), server=Average()),
+        Method("term", TERM()),
+        Method("drfl", DRFL()),
+        Method("fedgini", FedGini()),
+        Method("fedmgda+", FedMGDAPlus()),
+        Method("fedfv", FedFV()),
+        Method("fedmdfg", FedMDFG(), server=LineSearch()),
+        Method("fedlf", FedLF()),
+        Method("adafed", AdaFed()),
+        Method("fedfa", FedFa(), server=FedFaMomentum(), objective=ClientMomentum()),
+        Method("mfairfl", MFairFL()),
+        Method("fairfed", FairFed()),
+        Method("fedadam", FedAvg(), server=FedAdam(), summary=FEDOPT.format("Adam"), paper="Reddi et al., ICLR 2021"),
+        Method("fedyogi", FedAvg(), server=FedYogi(), summary=FEDOPT.format("Yogi"), paper="Reddi et al., ICLR 2021"),
+        Method(
+            "fedadagrad",
+            FedAvg(),
+            server=FedAdagrad(),
+            summary=FEDOPT.format("Adagrad"),
+            paper="Reddi et al., ICLR 2021",
+        ),
+    )
+}
+
+
+def method(
+    name: str | Method | Mapping[str, Any] = DEFAULT,
+    *,
+    server: str | ServerStep | Mapping[str, Any] | None = None,
+    objective: str | Objective | Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> Method:
+    """A method by name, with its settings: `method("adafed", gamma=1, server="fedadam:eta=0.01")`.
+
+    The name may carry settings too (`"fedfv:alpha=0.1,tau=10"`); a Method or its dictionary is accepted as well.
+    """
+    if isinstance(name, Method):
+        chosen = name
+    elif isinstance(name, Mapping):
+        chosen = Method.from_dict(name)
+    else:
+        word, written = parse(name)
+        if word not in METHODS:
+            raise EvenhandError(
+                f"unknown method {word!r}{near_miss(word, METHODS)} (evenhand.methods() lists all {len(METHODS)})"
+            )
+        chosen = METHODS[word].with_settings(written)
+    if server is not None:
+        chosen = replace(chosen, server=_part(server, SERVERS, ServerStep, "server step"))
+    if objective is not None:
+        chosen = replace(chosen, objective=_part(objective, OBJECTIVES, Objective, "objective"))
+    return chosen.with_settings(settings)
+
+
+def _part(given: Any, known: Mapping[str, Part], kind: type[Part], spoken: str) -> Part:
+    if isinstance(given, kind):
+        return given
+    if isinstance(given, Mapping):
+        settings = dict(given)
+        word = settings.pop("name", None)
+    else:
+        word, settings = parse(given)
+    if word not in known:
+        raise EvenhandError(f"unknown {spoken} {word!r}{near_miss(word, known)} (known: {', '.join(known)})")
+    part = known[word]
+    for name in settings:
+        if name not in _values(part):
+            raise EvenhandError(
+                f"{spoken} {word} has no setting {name!r}{near_miss(name, _values(part))} "
+                f"(its settings: {', '.join(_values(part)) or 'none'})"
+            )
+    return replace(part, **settings)
+
+
+def parse(text: str) -> tuple[str, dict[str, Any]]:
+    """`"fedfv:alpha=0.1,order=reverse"` -> `("fedfv", {"alpha": 0.1, "order": "reverse"})`."""
+    if not isinstance(text, str):
+        raise EvenhandError(f"a method is given by name, not as {type(text).__name__}")
+    name, _, written = text.partition(":")
+    settings = {}
+    for item in filter(None, (piece.strip() for piece in written.split(","))):
+        key, equals, value = item.partition("=")
+        if not equals or not key.strip():
+            raise EvenhandError(f"{item!r} in {text!r} is not of the form setting=value")
+        settings[key.strip()] = _value(value.strip())
+    return name.strip(), settings
+
+
+def _value(text: str) -> Any:
+    words = {"true": True, "false": False, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def register(entry: Method) -> Method:
+    """Make a method of your own known by its name, to `method`, `aggregate` and everything built on them."""
+    if entry.name in METHODS and METHODS[entry.name] != entry:
+        raise EvenhandError(f"a method named {entry.name!r} is there already; choose another name")
+    METHODS[entry.name] = entry
+    return entry
+
+
+@dataclass(frozen=True)
+class MethodInfo:
+    """What there is to know of a method before using it."""
+
+    name: str
+    summary: str
+    paper: str
+    needs: tuple[str, ...]
+    settings: Mapping[str, Any]
+
+
+class MethodTable(Sequence[MethodInfo]):
+    """The known methods; prints as a table."""
+
+    def __init__(self, entries: Sequence[MethodInfo]) -> None:
+        self._entries = tuple(entries)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._entries[index]
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __repr__(self) -> str:
+        rows = [("method", "needs", "paper", "what it does")]
+        rows += [(e.name, ", ".join(e.needs) or "-", e.paper, e.summary) for e in self._entries]
+        widths = [max(len(row[column]) for row in rows) for column in range(3)]
+        return "\n".join(
+            "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in rows
+        )
+
+
+def methods() -> MethodTable:
+    """Every known method: name, what it does, its paper, the inputs it needs, its settings and their defaults."""
+    return MethodTable([_info(entry) for entry in METHODS.values()])
+
+
+def _info(entry: Method) -> MethodInfo:
+    summary = entry.summary or (type(entry.rule).__doc__ or "").strip().split("\n")[0]
+    settings = {**_values(entry.objective), **_values(entry.server), **_values(entry.rule)}
+    return MethodInfo(entry.name, summary, entry.paper or entry.rule.paper, entry.rule.inputs, settings)

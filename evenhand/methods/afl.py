@@ -1,0 +1,51 @@
+"""AFL: weights on the simplex climb towards the clients with the largest losses (a minimax game).
+
+Paper: Mohri et al., Agnostic Federated Learning, ICML 2019, Algorithm 1:
+    theta <- theta - sum_k lambda_k g_k,   lambda <- projection onto the simplex of (lambda + step * F),
+and the average of all iterates theta is the model to use (`average` server step).
+
+Departures: with partial participation (the paper has none) the present clients' lambdas are renormalised, only
+they climb, and a newcomer enters with the mean lambda.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from evenhand.checks import number
+from evenhand.methods.base import Memo, Round, Rule, Weights, carry, recall, spread
+from evenhand.solvers import project_to_simplex
+
+
+@dataclass(frozen=True)
+class AFL(Rule):
+    """Weights move towards the worst-off clients every round; the averaged model is the one to use."""
+
+    step: float = 0.1
+
+    name: ClassVar[str] = "afl"
+    paper: ClassVar[str] = "Mohri et al., ICML 2019"
+    needs: ClassVar[tuple[str, ...]] = ("losses",)
+    by_client: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        number("step", self.step, low=0.0)
+
+    def weigh(self, round: Round, memo: Memo) -> Weights:
+        clients = round.clients[: round.present]
+        known = np.asarray(memo.get("shares", ()), dtype=np.float64)
+        newcomer = known.mean() if len(known) else 1.0 / round.present
+        everyone = carry(memo, clients, shares=recall(memo, "shares", clients, default=newcomer))
+        shares = everyone["shares"] / everyone["shares"].sum()
+        here = np.array([everyone["clients"].index(client) for client in clients])
+        weights = shares[here]
+        notes: tuple[str, ...] = ()
+        if weights.sum() <= 0.0:
+            weights, notes = np.ones(round.present), ("every present client's weight is zero: plain mean taken",)
+        climbed = shares.copy()
+        climbed[here] += self.step * round.losses[: round.present]
+        new = {"clients": everyone["clients"], "shares": project_to_simplex(climbed)}
+        return Weights(spread(round, weights / weights.sum()), new, notes)

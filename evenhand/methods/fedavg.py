@@ -1,0 +1,45 @@
+"""FedAvg: the size-weighted (or plain) mean of the clients' updates.
+
+Paper: McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data, AISTATS 2017,
+Algorithm 1, line 8.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from evenhand.checks import choice
+from evenhand.geometry import Floats
+from evenhand.methods.base import Memo, Round, Rule, Weights, spread
+
+
+@dataclass(frozen=True)
+class FedAvg(Rule):
+    """The usual average: every client counts by its number of samples, or every client counts the same."""
+
+    weights: str = "size"  # "size" or "uniform"
+
+    name: ClassVar[str] = "fedavg"
+    paper: ClassVar[str] = "McMahan et al., AISTATS 2017"
+
+    def __post_init__(self) -> None:
+        choice("weights", self.weights, ("size", "uniform"))
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return ("sizes",) if self.weights == "size" else ()
+
+    def weigh(self, round: Round, memo: Memo) -> Weights:
+        shares = reference_weights(round, self.weights)
+        return Weights(spread(round, shares))
+
+
+def reference_weights(round: Round, kind: str) -> Floats:
+    """The present clients' shares, by size or equal."""
+    if kind == "uniform":
+        return np.full(round.present, 1.0 / round.present)
+    sizes = round.values["sizes"][: round.present]
+    return sizes / sizes.sum()

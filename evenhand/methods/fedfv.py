@@ -1,0 +1,76 @@
+"""FedFV: conflicting updates are projected onto each other's normal planes in the order of the losses.
+
+Paper: Wang et al., Federated Learning with Fair Averaging, IJCAI 2021, Algorithms 1 to 3. In Gram space the projected
+update of client i is a row of coefficients, and one sweep over the targets projects all clients at once.
+
+Departures, all as in the authors' own code: the share alpha with the LARGEST losses keeps its updates (Algorithm 2,
+line 1 reads as if it were projected); absent clients last seen i rounds ago have t_k = t - i (Algorithm 3, line 4
+prints t_k = i). A zero update is no target. `absent` may replace the window of tau rounds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from evenhand.checks import choice, number
+from evenhand.geometry import Floats
+from evenhand.methods.base import Memo, Round, Rule, Weights, check_absent, like_the_mean, spread
+from evenhand.methods.projection import projection_order, share_of, sweep
+
+
+@dataclass(frozen=True)
+class FedFV(Rule):
+    """Conflicts between updates are projected away, in an order that protects the clients with large losses."""
+
+    alpha: float = 0.1  # share of clients, largest losses first, that keep their update as it is
+    tau: int = 10  # how many rounds an absent client's update is protected
+    order: str = "loss"  # "loss" (ascending), "random" or "reverse": order of the projection targets
+    absent: str | None = None  # another memory than last:tau
+
+    name: ClassVar[str] = "fedfv"
+    paper: ClassVar[str] = "Wang et al., IJCAI 2021"
+    needs: ClassVar[tuple[str, ...]] = ("losses",)
+
+    def __post_init__(self) -> None:
+        number("alpha", self.alpha, low=0.0, high=1.0)
+        number("tau", self.tau, low=0, whole=True)
+        choice("order", self.order, ("loss", "random", "reverse"))
+        if self.absent is not None:
+            check_absent(self.absent)
+
+    @property
+    def memory(self) -> str:
+        return self.absent or (f"last:{self.tau}" if self.tau else "off")
+
+    def weigh(self, round: Round, memo: Memo) -> Weights:
+        present = round.present
+        order = projection_order(round, self.order, present)
+        free = np.ones(present, dtype=bool)
+        free[order[present - kept_clients(present, self.alpha) :]] = False
+        swept = sweep(round.total[:present, :present], order, free)
+        combined = spread(round, swept.coefficients.mean(axis=0))
+        if self.absent is not None or round.index >= self.tau:
+            combined = mitigate_external(round, combined)
+        combined, notes = like_the_mean(round, combined)
+        return Weights(combined, notes=notes)
+
+
+def kept_clients(count: int, alpha: float) -> int:
+    """How many clients alpha exempts from projection (the authors' count: m=10: .1 -> 1, .5 -> 5)."""
+    return count - share_of(count - 1, 1.0 - alpha) if alpha > 0.0 else 0
+
+
+def mitigate_external(round: Round, combined: Floats) -> Floats:
+    """Algorithm 3: project the combined update off the sum of conflicting absent updates, oldest round first."""
+    gram = round.total
+    for age in sorted(set(round.ages[round.present :].tolist()), reverse=True):
+        dots = gram @ combined
+        against = np.where((round.ages == age) & (dots < 0.0), 1.0, 0.0)
+        square = against @ gram @ against
+        dot = against @ dots
+        if dot < 0.0 and square > 0.0:
+            combined = combined - dot / square * against
+    return combined

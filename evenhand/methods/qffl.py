@@ -1,0 +1,45 @@
+"""q-FFL (q-FedAvg): clients with larger losses count more, with a step size that adapts to q.
+
+Paper: Li et al., Fair Resource Allocation in Federated Learning, ICLR 2020, Algorithm 2. With L = lipschitz,
+    dw_k = L (theta - theta_k),  D_k = F_k^q dw_k,  h_k = q F_k^(q-1) |dw_k|^2 + L F_k^q,
+    theta <- theta - sum_k D_k / sum_k h_k.
+
+Departure: a loss of exactly zero counts as 1e-10 (the authors' code adds that to every loss).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from evenhand.checks import number
+from evenhand.methods.base import Memo, Round, Rule, Weights, learning_rate, nonnegative_losses, spread
+
+
+@dataclass(frozen=True)
+class QFFL(Rule):
+    """Clients weigh by the q-th power of their loss; q = 0 is the plain mean."""
+
+    q: float = 0.1
+    lipschitz: float | None = None  # L; the papers take 1 / learning rate, which is what None means
+
+    name: ClassVar[str] = "qffl"
+    paper: ClassVar[str] = "Li et al., ICLR 2020"
+    needs: ClassVar[tuple[str, ...]] = ("losses",)
+
+    def __post_init__(self) -> None:
+        number("q", self.q, low=0.0)
+        if self.lipschitz is not None:
+            number("lipschitz", self.lipschitz, above=0.0)
+
+    def weigh(self, round: Round, memo: Memo) -> Weights:
+        constant = self.lipschitz or 1.0 / learning_rate(None, round, "lipschitz", "qffl")
+        losses = np.maximum(nonnegative_losses(round, "qffl")[: round.present], 1e-10)
+        # Powers are taken relative to the largest loss: the common factor cancels in the quotient.
+        largest = losses.max()
+        powers = (losses / largest) ** self.q
+        squares = (constant * round.norms[: round.present]) ** 2
+        curvatures = self.q * powers / losses * squares + constant * powers
+        return Weights(spread(round, powers * constant / curvatures.sum()))

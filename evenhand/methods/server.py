@@ -1,0 +1,150 @@
+"""Server steps: how the combined update u is applied (theta <- theta - step(u)).
+
+Papers: server momentum, Hsu et al. 2019; FedAdam, FedYogi, FedAdagrad, Reddi et al., Adaptive Federated Optimization,
+ICLR 2021, Algorithm 2. With D = -u:  m <- beta1 m + (1 - beta1) D,  theta <- theta + eta m / (sqrt(v) + tau), and
+    Adagrad  v <- v + D^2,   Yogi  v <- v - (1 - beta2) D^2 sign(v - D^2),   Adam  v <- beta2 v + (1 - beta2) D^2.
+
+Departures: m and v start at zero (the paper allows v >= tau^2); FedAdam's bias correction, which some
+frameworks add, is an option and off; moments are kept in float32 at least.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from evenhand.checks import number
+from evenhand.methods.base import Ask, Memo, Round, ServerStep, Weights
+
+Applied = tuple[list[Tensor], Memo, tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class Plain(ServerStep):
+    """The combined update times eta."""
+
+    eta: float = 1.0
+
+    name: ClassVar[str] = "plain"
+
+    def __post_init__(self) -> None:
+        number("eta", self.eta, low=0.0)
+
+    def apply(self, direction: list[Tensor], memo: Memo, round: Round, weights: Weights, ask: Ask | None) -> Applied:
+        return [tensor if self.eta == 1.0 else self.eta * tensor for tensor in direction], {}, ()
+
+
+@dataclass(frozen=True)
+class Average(ServerStep):
+    """A plain step that also keeps the average of all models so far, the one to evaluate (AFL)."""
+
+    eta: float = 1.0
+
+    name: ClassVar[str] = "average"
+
+    def __post_init__(self) -> None:
+        number("eta", self.eta, low=0.0)
+
+    def apply(self, direction: list[Tensor], memo: Memo, round: Round, weights: Weights, ask: Ask | None) -> Applied:
+        update = [self.eta * tensor for tensor in direction]
+        models = int(memo.get("models", 0))
+        before = memo.get("offset") or [tensor.new_zeros(()) for tensor in direction]
+        share = models / (models + 1)
+        offset = [share * (old + step) for old, step in zip(before, update, strict=True)]
+        return update, {"models": models + 1, "offset": offset}, ()
+
+    def offset(self, memo: Memo) -> list[Tensor] | None:
+        return list(memo["offset"])
+
+
+@dataclass(frozen=True)
+class Momentum(ServerStep):
+    """Heavy-ball momentum at the server (FedAvgM): v <- beta v + u, step eta v."""
+
+    beta: float = 0.9
+    eta: float = 1.0
+
+    name: ClassVar[str] = "momentum"
+
+    def __post_init__(self) -> None:
+        number("beta", self.beta, low=0.0, high=1.0)
+        number("eta", self.eta, low=0.0)
+
+    def apply(self, direction: list[Tensor], memo: Memo, round: Round, weights: Weights, ask: Ask | None) -> Applied:
+        before = memo.get("velocity") or [tensor.new_zeros(()) for tensor in direction]
+        velocity = [self.beta * old + new for old, new in zip(before, direction, strict=True)]
+        return [self.eta * tensor for tensor in velocity], {"velocity": velocity}, ()
+
+
+@dataclass(frozen=True)
+class _Adaptive(ServerStep):
+    """What FedAdam, FedYogi and FedAdagrad share: they differ in the second moment alone."""
+
+    eta: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.99
+    tau: float = 1e-3
+
+    def __post_init__(self) -> None:
+        number("eta", self.eta, low=0.0)
+        number("beta1", self.beta1, low=0.0, high=1.0)
+        number("beta2", self.beta2, low=0.0, high=1.0)
+        number("tau", self.tau, above=0.0)
+
+    def second_moment(self, before: Tensor, square: Tensor) -> Tensor:
+        raise NotImplementedError(f"{type(self).__name__} has no second moment")
+
+    def rate(self, steps: int) -> float:
+        return self.eta
+
+    def apply(self, direction: list[Tensor], memo: Memo, round: Round, weights: Weights, ask: Ask | None) -> Applied:
+        steps = int(memo.get("steps", 0)) + 1
+        zeros = [torch.zeros_like(tensor) for tensor in direction]
+        first, second = memo.get("first") or zeros, memo.get("second") or zeros
+        first = [self.beta1 * old + (1.0 - self.beta1) * new for old, new in zip(first, direction, strict=True)]
+        second = [self.second_moment(old, new * new) for old, new in zip(second, direction, strict=True)]
+        rate = self.rate(steps)
+        update = [rate * mean / (square.sqrt() + self.tau) for mean, square in zip(first, second, strict=True)]
+        return update, {"steps": steps, "first": first, "second": second}, ()
+
+
+@dataclass(frozen=True)
+class FedAdam(_Adaptive):
+    """Adam at the server."""
+
+    bias_correction: bool = False
+
+    name: ClassVar[str] = "fedadam"
+
+    def second_moment(self, before: Tensor, square: Tensor) -> Tensor:
+        return self.beta2 * before + (1.0 - self.beta2) * square
+
+    def rate(self, steps: int) -> float:
+        if not self.bias_correction:
+            return self.eta
+        return float(self.eta * (1.0 - self.beta2**steps) ** 0.5 / (1.0 - self.beta1**steps))
+
+
+@dataclass(frozen=True)
+class FedYogi(_Adaptive):
+    """Yogi at the server: the second moment moves by at most the squared update."""
+
+    name: ClassVar[str] = "fedyogi"
+
+    def second_moment(self, before: Tensor, square: Tensor) -> Tensor:
+        return before - (1.0 - self.beta2) * square * torch.sign(before - square)
+
+
+@dataclass(frozen=True)
+class FedAdagrad(_Adaptive):
+    """Adagrad at the server: the second moment only grows."""
+
+    beta1: float = 0.0
+
+    name: ClassVar[str] = "fedadagrad"
+
+    def second_moment(self, before: Tensor, square: Tensor) -> Tensor:
+        return before + square
