@@ -192,6 +192,7 @@ def aggregate(
         lr=lr,
         values={name: np.append(column, _remembered(memory, name, used)) for name, column in values.items()},
         globals=overall,
+        layers=given.layout.blocks,
     )
     weights = chosen.rule.weigh(moment, state.rule_memo if state is not None else {})
     coefficients = np.broadcast_to(weights.coefficients, (len(products), moment.rows)).copy()

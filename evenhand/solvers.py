@@ -23,13 +23,13 @@ from evenhand.checks import EvenhandError
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 LARGE = 150  # rows above which an active set is slower than the alternatives
-RIDGE = 1e-8  # relative to the mean diagonal; DAQP fails on the barely definite matrices of smaller ones
-TOLERANCE = 1e-9  # accepted optimality gap, relative to the mean diagonal
+RIDGE = 1e-8  # on rows of unit length; DAQP fails on the barely definite matrices of smaller ones
+TOLERANCE = 1e-9  # accepted optimality gap, relative to the shortest row (or the answer, where that is longer)
 
 
 @dataclass(frozen=True)
 class MinNorm:
-    """Weights, the squared norm they reach, and how far that is from optimal (relative to the mean diagonal)."""
+    """Weights, the squared norm they reach, and how far that is from optimal (relative, see TOLERANCE)."""
 
     weights: Floats
     square: float
@@ -45,35 +45,42 @@ class MinNorm:
 
 
 def min_norm(gram: Floats, lower: Floats | None = None, upper: Floats | None = None) -> MinNorm:
-    """Weights of the hull's point nearest the origin; with bounds, of the box-restricted hull's."""
+    """Weights of the hull's point nearest the origin; with bounds, of the box-restricted hull's.
+
+    The solvers see rows of equal length (their weights absorb the lengths), so that short rows, which decide
+    where the nearest point lies, are not lost beside long ones.
+    """
     rows = len(gram)
     boxed = lower is not None or upper is not None
     low = np.zeros(rows) if lower is None else np.maximum(lower, 0.0)
     high = np.ones(rows) if upper is None else np.minimum(upper, 1.0)
     _check_feasible(low, high)
-    scale = float(np.trace(gram)) / rows
-    if rows == 1 or scale <= 0.0:
-        weights = _inside(np.full(rows, 1.0 / rows), low, high)
-        return MinNorm(weights, float(weights @ gram @ weights), 0.0, "closed form")
-    normalised = np.ascontiguousarray(gram / scale)
+    squares = np.diagonal(gram)
+    if not np.isfinite(squares).all():
+        raise EvenhandError("the Gram matrix holds NaN or Inf; leave such rows out")
+    still = squares <= 0.0
+    if rows == 1 or still.all() or (still.any() and not boxed):
+        start = still / still.sum() if still.any() else np.ones(rows)
+        return MinNorm(_inside(start, low, high), 0.0 if still.any() else float(gram[0, 0]), 0.0, "closed form")
+    shortest = float(squares[~still].min())
+    lengths = np.sqrt(np.where(still, shortest, squares) / shortest)
+    problem = _Problem(gram / (shortest * np.outer(lengths, lengths)), 1.0 / lengths, low * lengths, high * lengths)
     best: MinNorm | None = None
     for name, solve in _solvers(rows, boxed):
-        raw = solve(normalised, low, high)
-        if raw is None or not np.isfinite(raw).all():
+        scaled = solve(problem)
+        if scaled is None or not np.isfinite(scaled).all():
             continue
-        weights, label = _inside(raw, low, high), name
-        gap = optimality_gap(normalised, weights, low, high)
-        if gap > 1e-14:
-            polished = _polish(normalised, weights, low, high)
-            polished_gap = optimality_gap(normalised, polished, low, high)
-            if polished_gap < gap:
-                weights, gap, label = polished, polished_gap, f"{name} polished"
-        if best is None or gap < best.gap:
-            best = MinNorm(weights, float(weights @ gram @ weights), gap, label)
-        if best.verified:
-            break
+        polished = _polish(problem, scaled)
+        for label, point in ((name, scaled), (f"{name} polished", polished)):
+            weights = _inside(point / lengths, low, high)
+            square = float(weights @ gram @ weights)
+            gap = optimality_gap(gram, weights, low, high) / max(shortest, square)
+            if best is None or gap < best.gap:
+                best = MinNorm(weights, square, gap, label)
+        if best is not None and best.verified:
+            return best
     if best is None:
-        raise EvenhandError(f"no solver found the min-norm point of {rows} rows; is the Gram matrix finite?")
+        raise EvenhandError(f"no solver found the min-norm point of {rows} rows; is daqp installed?")
     return best
 
 
@@ -115,23 +122,40 @@ def _inside(weights: Floats, low: Floats, high: Floats) -> Floats:
     return weights
 
 
-def _polish(gram: Floats, weights: Floats, low: Floats, high: Floats) -> Floats:
-    """Re-solve exactly for the weights strictly inside their bounds, which removes the ridge's bias."""
-    inner = (weights > low + 1e-9) & (weights < high - 1e-9)
+@dataclass(frozen=True)
+class _Problem:
+    """minimise x' gram x  subject to  costs . x = 1,  low <= x <= high;  rows of unit length."""
+
+    gram: Floats
+    costs: Floats
+    low: Floats
+    high: Floats
+
+    def __len__(self) -> int:
+        return len(self.gram)
+
+    def ridged(self) -> Floats:
+        return self.gram + RIDGE * np.eye(len(self.gram))
+
+
+def _polish(problem: _Problem, point: Floats) -> Floats:
+    """Re-solve exactly for the entries strictly inside their bounds, which removes the ridge's bias."""
+    inner = (point > problem.low + 1e-9) & (point < problem.high - 1e-9)
     if not inner.any():
-        return weights
-    fixed = np.where(inner, 0.0, weights)
-    system = np.ones((inner.sum() + 1,) * 2)
-    system[:-1, :-1] = gram[np.ix_(inner, inner)]
-    system[-1, -1] = 0.0
-    right = np.append(-(gram[inner] @ fixed), 1.0 - fixed.sum())
+        return point
+    fixed = np.where(inner, 0.0, point)
+    costs = problem.costs[inner]
+    system = np.zeros((len(costs) + 1,) * 2)
+    system[:-1, :-1] = problem.gram[np.ix_(inner, inner)]
+    system[-1, :-1] = system[:-1, -1] = costs
+    right = np.append(-(problem.gram[inner] @ fixed), 1.0 - problem.costs @ fixed)
     solved = scipy.linalg.lstsq(system, right, cond=1e-14, lapack_driver="gelsy", check_finite=False)[0]
-    polished = weights.copy()
+    polished = point.copy()
     polished[inner] = solved[:-1]
-    return _inside(polished, low, high)
+    return polished
 
 
-Solver = Callable[[Floats, Floats, Floats], Floats | None]
+Solver = Callable[[_Problem], Floats | None]
 
 
 def _solvers(rows: int, boxed: bool) -> Iterator[tuple[str, Solver]]:
@@ -146,62 +170,62 @@ def _solvers(rows: int, boxed: bool) -> Iterator[tuple[str, Solver]]:
     yield from order
 
 
-def _daqp(gram: Floats, low: Floats, high: Floats) -> Floats | None:
+def _daqp(problem: _Problem) -> Floats | None:
     try:
         import daqp
     except ImportError:
         return None
-    rows = len(gram)
+    rows = len(problem)
     sense = np.zeros(rows + 1, dtype=np.int32)
     sense[-1] = 5  # an equality
-    weights, _, flag, _ = daqp.solve(
-        gram + RIDGE * np.eye(rows),
+    point, _, flag, _ = daqp.solve(
+        problem.ridged(),
         np.zeros(rows),
-        np.ones((1, rows)),
-        np.append(high, 1.0),
-        np.append(low, 1.0),
+        np.ascontiguousarray(problem.costs[None, :]),
+        np.append(problem.high, 1.0),
+        np.append(problem.low, 1.0),
         sense,
         iter_limit=max(1000, 20 * rows),
     )
-    return np.asarray(weights) if flag == 1 else None
+    return np.asarray(point) if flag == 1 else None
 
 
-def _piqp(gram: Floats, low: Floats, high: Floats) -> Floats | None:
+def _piqp(problem: _Problem) -> Floats | None:
     try:
         import piqp
     except ImportError:
         return None
-    rows = len(gram)
     solver = piqp.DenseSolver()
     solver.settings.eps_abs, solver.settings.eps_rel = 1e-11, 1e-12
-    ones, zeros = np.ones((1, rows)), np.zeros(rows)
-    solver.setup(gram + RIDGE * np.eye(rows), zeros, ones, np.ones(1), None, None, None, low, high)
-    solved = solver.solve() == piqp.PIQP_SOLVED
-    return np.array(solver.result.x) if solved else None
+    costs, zeros = problem.costs[None, :], np.zeros(len(problem))
+    solver.setup(problem.ridged(), zeros, costs, np.ones(1), None, None, None, problem.low, problem.high)
+    return np.array(solver.result.x) if solver.solve() == piqp.PIQP_SOLVED else None
 
 
-def _nnls(gram: Floats, low: Floats, high: Floats) -> Floats | None:
-    """Without a box: min |R w|^2 + (sum w - 1)^2 over w >= 0, whose solution is proportional to the answer."""
-    values, vectors = np.linalg.eigh(gram)
+def _nnls(problem: _Problem) -> Floats | None:
+    """Without a box: min |R x|^2 + (costs . x - 1)^2 over x >= 0, whose solution is proportional to the answer."""
+    values, vectors = np.linalg.eigh(problem.gram)
     root = (vectors * np.sqrt(np.maximum(values, 0.0))).T
-    system = np.vstack([root, np.ones(len(gram))])
+    system = np.vstack([root, problem.costs])
     try:
-        weights, _ = scipy.optimize.nnls(system, np.append(np.zeros(len(gram)), 1.0), maxiter=30 * len(gram))
+        point, _ = scipy.optimize.nnls(system, np.append(np.zeros(len(problem)), 1.0), maxiter=30 * len(problem))
     except RuntimeError:  # its iteration limit
         return None
-    total = weights.sum()
-    return weights / total if total > 0 else None
+    total = problem.costs @ point
+    return point / total if total > 0 else None
 
 
-def _slsqp(gram: Floats, low: Floats, high: Floats) -> Floats | None:
+def _slsqp(problem: _Problem) -> Floats | None:
     """Last resort for boxes where neither QP library can be imported or neither succeeds."""
-    start = _inside(np.full(len(gram), 1.0 / len(gram)), low, high)
+    weights = _inside(
+        np.full(len(problem), 1.0 / len(problem)), problem.low * problem.costs, problem.high * problem.costs
+    )
     found = scipy.optimize.minimize(
-        lambda w: 0.5 * w @ gram @ w,
-        start,
-        jac=lambda w: gram @ w,
-        bounds=list(zip(low, high, strict=True)),
-        constraints=[{"type": "eq", "fun": lambda w: w.sum() - 1.0, "jac": np.ones_like}],
+        lambda x: 0.5 * x @ problem.gram @ x,
+        weights / problem.costs,
+        jac=lambda x: problem.gram @ x,
+        bounds=list(zip(problem.low, problem.high, strict=True)),
+        constraints=[{"type": "eq", "fun": lambda x: problem.costs @ x - 1.0, "jac": lambda x: problem.costs}],
         method="SLSQP",
         options={"ftol": 1e-16, "maxiter": 1000},
     )

@@ -391,9 +391,9 @@ def fedmdfg_force(losses, clients, expected):
     for client, loss in zip(clients, losses, strict=True):
         if client not in expected:
             after[client] = {"loss": float(loss), "joins": 1}
-        elif loss <= expected[client]["loss"]:
-            joins = expected[client]["joins"] + 1
-            mean = expected[client]["loss"] + (loss - expected[client]["loss"]) / joins
+        else:
+            before, joins = expected[client]["loss"], expected[client]["joins"] + 1
+            mean = before + (loss - before) / joins if loss <= before else before
             after[client] = {"loss": float(mean), "joins": joins}
     return any(exceeding) and not all(exceeding), after
 

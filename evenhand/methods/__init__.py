@@ -68,7 +68,7 @@ class Method:
         return method(values["name"], server=values["server"], objective=values["objective"], **values["rule"])
 
     def with_settings(self, settings: Settings) -> Method:
-        """The same method with some settings changed: looked up in the rule, then the server step, then the objective."""
+        """The same method with settings changed: looked up in the rule, then the server step, then the objective."""
         parts: dict[str, Any] = {"rule": self.rule, "server": self.server, "objective": self.objective}
         changes: dict[str, dict[str, Any]] = {key: {} for key in parts}
         for name, value in settings.items():

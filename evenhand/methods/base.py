@@ -40,6 +40,7 @@ class Round:
     lr: float | None = None  # the clients' learning rate
     values: Mapping[str, Floats] = field(default_factory=dict)  # losses, sizes, ...: one number a row
     globals: Mapping[str, float] = field(default_factory=dict)  # accuracy_global, fairness_global
+    layers: tuple[str, ...] = ()  # names of the blocks
 
     @property
     def rows(self) -> int:

@@ -62,7 +62,7 @@ class FedLF(Rule):
         coefficients = np.zeros((len(round.gram), round.rows))
         for group, (row, _) in zip(groups, answers, strict=True):
             coefficients[group] = row
-        notes = [f"layers joined: {group}" for group in groups if len(group) > 1]
+        notes = [f"layers joined: {', '.join(_names(round, group))}" for group in groups if len(group) > 1]
         notes += sorted({f"min-norm point: {solved.note()}" for _, solved in answers if solved is not None})
         length = np.sqrt(sum(row @ gram @ row for row, gram in zip(coefficients, round.gram, strict=True)))
         if length == 0.0:
@@ -92,6 +92,10 @@ class FedLF(Rule):
         if solved.square <= max(1e-12, 10.0 * resolution) * typical**2:
             return nothing, None
         return solved.weights @ mix, solved
+
+
+def _names(round: Round, group: list[int]) -> list[str]:
+    return [round.layers[block] if round.layers else str(block) for block in sorted(group)]
 
 
 def fair_objective(losses: Floats) -> Floats | None:

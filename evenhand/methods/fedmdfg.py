@@ -131,6 +131,8 @@ class LineSearch(ServerStep):
         same, carried = memo.get("clients") == clients, {"clients": clients}
         if ask is None:
             return direction, carried, ("no line search: aggregate was given no evaluate=",)
+        if not weights.coefficients.any():
+            return direction, carried, ()
         losses, falls = round.losses[: round.present], self._predicted(round, weights)
         fair = bool(weights.facts.get("fair_guidance"))
         tried: dict[float, Floats] = {}

@@ -1,0 +1,183 @@
+"""Every rule beside the floor and beside its published long-vector form.
+
+The floor reads the updates twice: one plain Gram product and one plain combination, by the same torch in the
+same run. The published form is the paper's algorithm box on long vectors (tests/oracles.py), on the same float32
+numbers; it is run where it takes less than --patience seconds by estimate. Extra memory includes the result
+itself, which is 1/clients of the updates.
+
+    python benchmarks/rules.py                 quick: small sizes, no long waits
+    python benchmarks/rules.py --full          all sizes, published forms included
+    python benchmarks/rules.py --device cuda --full
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from time import perf_counter
+
+import numpy as np
+import torch
+from machine import best_time, peak_extra, provenance
+
+import evenhand as eh
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+import oracles
+
+SIZES = [(10, 200_000), (100, 200_000), (10, 2_000_000), (100, 2_000_000), (1000, 200_000)]
+LAYERS = 5  # equal blocks for the layer-wise rule
+
+RULES: dict[str, dict[str, object]] = {
+    "fedavg": {},
+    "qffl": {"q": 1.0},
+    "afl": {},
+    "term": {},
+    "drfl": {},
+    "fedgini": {},
+    "fedmgda+": {},
+    "fedmgda+ eps=1": {"epsilon": 1.0},
+    "fedfv": {},
+    "fedmdfg": {},
+    "fedlf": {},
+    "adafed": {},
+    "even": {},
+    "fedfa": {},
+    "mfairfl": {},
+    "fairfed": {},
+    "fedavg + fedadam": {"server": "fedadam"},
+}
+
+
+def published(name: str, updates: np.ndarray, losses: np.ndarray) -> object:
+    """The algorithm box of the paper, for the rules that work on whole gradients."""
+    ids = list(range(len(updates)))
+    uniform = np.full(len(updates), 1 / len(updates))
+    edges = np.linspace(0, updates.shape[1], LAYERS + 1).astype(int)
+    layers = list(zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True))
+    forms = {
+        "qffl": lambda: oracles.qffl(updates, losses, 1.0, 10.0),
+        "fedmgda+": lambda: oracles.fedmgda_plus(updates, 0.1, uniform),
+        "fedmgda+ eps=1": lambda: oracles.fedmgda_plus(updates, 1.0, uniform),
+        "fedfv": lambda: oracles.fedfv(updates, losses, ids, 0, None, 0.1, 0),
+        "fedmdfg": lambda: oracles.fedmdfg(updates, losses, ids, 0, None, 11.25),
+        "fedlf": lambda: oracles.fedlf(updates, losses, ids, 0, None, layers),
+        "adafed": lambda: oracles.adafed(updates, losses, 1.0, "mean"),
+        "mfairfl": lambda: oracles.mfairfl_conflicts(updates, losses, ids, None, 1.0, 0.01),
+    }
+    return forms.get(name)
+
+
+def blocks(columns: int) -> list[int]:
+    return np.diff(np.linspace(0, columns, LAYERS + 1).astype(int)).tolist()
+
+
+def measure(rows: int, columns: int, device: str, patience: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    updates = torch.randn(rows, columns, generator=generator)
+    updates += 0.5 * torch.randn(columns, generator=generator)  # clients that partly agree, as real ones do
+    updates = updates.to(device)
+    losses = torch.rand(rows, generator=generator).double().numpy() + 0.1
+    inputs = {
+        "losses": losses,
+        "sizes": np.ones(rows),
+        "accuracies": 1 - losses / 2,
+        "fairness": losses,
+        "fairness_global": 0.5,
+        "lr": 0.1,
+    }
+    weights = torch.full((rows,), 1 / rows, device=device)
+    product = best_time(lambda: updates @ updates.T, device)
+    combination = best_time(lambda: weights @ updates, device)
+    floor = product + combination
+    size = updates.numel() * updates.element_size()
+    print(f"\n### {rows} clients, {columns:,} parameters ({size / 2**20:,.0f} MiB of updates)\n")
+    print(f"Floor: {1e3 * floor:.2f} ms (Gram product {1e3 * product:.2f}, combination {1e3 * combination:.2f}).\n")
+    print("| rule | aggregate, ms | x floor | extra memory | published form, ms | published / aggregate |")
+    print("|---|---|---|---|---|---|")
+    for label, settings in RULES.items():
+        name = label.split()[0]
+        layers = blocks(columns) if name == "fedlf" else None
+
+        def run(name=name, settings=settings, layers=layers):
+            return eh.aggregate(name, updates, layers=layers, **inputs, **settings)
+
+        seconds = best_time(run, device)
+        extra = peak_extra(run, device) / size
+        row = f"| {label} | {1e3 * seconds:.2f} | {seconds / floor:.2f} | {100 * extra:.1f}% |"
+        theirs = published_seconds(label, updates, losses, device, patience)
+        row += " - | - |" if theirs is None else f" {1e3 * theirs:,.0f} | {theirs / seconds:,.0f}x |"
+        print(row, flush=True)
+
+
+def published_seconds(
+    label: str, updates: torch.Tensor, losses: np.ndarray, device: str, patience: float
+) -> float | None:
+    """One run of the long-vector form, where a shorter one of the same shape says it will not take too long."""
+    if device != "cpu":
+        return None
+    whole = updates.numpy()
+    short = np.ascontiguousarray(whole[:, : max(1000, whole.shape[1] // 50)])
+    trial = published(label, short, losses)
+    if trial is None:
+        return None
+    seconds = 0.0
+    for work in (trial, published(label, whole, losses)):
+        if seconds * whole.shape[1] / short.shape[1] > patience:
+            return None
+        start = perf_counter()
+        work()
+        seconds = perf_counter() - start
+    return seconds
+
+
+def measure_memory_of_absent(present: int, past: int, columns: int, device: str) -> None:
+    """A round that also looks at remembered updates: its floor is products with the present rows alone."""
+    generator = torch.Generator().manual_seed(1)
+    first = torch.randn(past, columns, generator=generator).to(device)
+    second = torch.randn(present, columns, generator=generator).to(device)
+    both = torch.cat([second, first])
+    weights = torch.full((present + past,), 1.0, device=device)
+    floor = best_time(lambda: both @ second.T, device) + best_time(lambda: weights @ both, device)
+    print(f"\n### {present} clients present, {past} remembered, {columns:,} parameters\n")
+    print(f"Floor: {1e3 * floor:.2f} ms (products with the present rows, combination of all).\n")
+    print("| rule | copying the rows to keep, ms | x floor | own=True, ms | x floor |\n|---|---|---|---|---|")
+    names = [f"c{i}" for i in range(present + past)]
+    for name, settings in {
+        "fedfv": {"tau": 1},
+        "fedlf": {"absent": "last:1"},
+        "adafed": {"absent": "last:1"},
+        "even": {"absent": "last:1"},
+    }.items():
+        layers = blocks(columns) if name == "fedlf" else None
+        common = {"layers": layers, **settings}
+        before = eh.aggregate(name, first, losses=np.ones(past), clients=names[present:], **common, own=True).state
+
+        def run(own, name=name, common=common, before=before):
+            losses = np.linspace(0.5, 1.5, present)
+            return eh.aggregate(name, second, losses=losses, clients=names[:present], state=before, own=own, **common)
+
+        copying, owning = (best_time(lambda own=own: run(own), device) for own in (False, True))
+        print(
+            f"| {name} | {1e3 * copying:.2f} | {copying / floor:.2f} | {1e3 * owning:.2f} | {owning / floor:.2f} |",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--full", action="store_true", help="all sizes")
+    parser.add_argument("--patience", type=float, default=2.0, help="longest run of a published form, seconds")
+    arguments = parser.parse_args()
+    print(provenance(arguments.device))
+    for rows, columns in SIZES if arguments.full else SIZES[:2]:
+        measure(rows, columns, arguments.device, arguments.patience)
+    measure_memory_of_absent(10, 60, 200_000, arguments.device)
+    if arguments.full:
+        measure_memory_of_absent(10, 60, 2_000_000, arguments.device)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""The package as a newcomer meets it: the wheel, the imports it needs, the documents' examples."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def python(*command: str, cwd: Path, interpreter: str = sys.executable) -> str:
+    done = subprocess.run([interpreter, *command], cwd=cwd, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.wheel
+def test_the_built_wheel_works_in_a_clean_environment(tmp_path):
+    python("-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT), cwd=tmp_path)
+    (wheel,) = tmp_path.glob("evenhand-*.whl")
+    home = tmp_path / "clean"
+    venv.create(home, with_pip=True)
+    clean = str(home / "bin" / "python")
+    python("-m", "pip", "install", "--quiet", "--no-index", "--no-deps", str(wheel), cwd=tmp_path, interpreter=clean)
+    # The heavy dependencies are borrowed from here, behind the environment's own packages.
+    site = python("-c", "import site; print(site.getsitepackages()[0])", cwd=tmp_path, interpreter=clean).strip()
+    borrowed = [path for path in sys.path if path.endswith("site-packages")]
+    (Path(site) / "borrowed.pth").write_text("\n".join(borrowed))
+    used = """
+import pathlib, sys
+import numpy as np, evenhand as eh
+assert pathlib.Path(eh.__file__).is_relative_to(sys.prefix), eh.__file__
+out = eh.aggregate("fedlf", np.eye(3), losses=[1.0, 2.0, 3.0], clients=["a", "b", "c"])
+out.state.save("state.safetensors")
+print(eh.__version__, len(eh.methods()), eh.State.load("state.safetensors"))
+"""
+    said = python("-c", used, cwd=tmp_path, interpreter=clean)
+    assert "3 clients seen" in said
+
+
+def test_the_core_needs_torch_numpy_and_scipy_alone(tmp_path):
+    blocked = """
+import sys
+for name in ("daqp", "piqp", "safetensors", "matplotlib", "rich", "typer", "pandas", "sklearn", "flwr", "pydantic"):
+    sys.modules[name] = None
+import numpy as np, evenhand as eh
+updates = np.random.default_rng(0).standard_normal((5, 40))
+for entry in eh.methods():
+    out = eh.aggregate(entry.name, updates, losses=np.arange(1.0, 6.0), sizes=np.ones(5), accuracies=np.ones(5), lr=0.1,
+                       fairness=np.zeros(5), fairness_global=0.0)
+    assert np.isfinite(out.update).all(), entry.name
+    print(entry.name, *out.diagnostics.notes)
+"""
+    said = python("-c", blocked, cwd=ROOT)
+    assert "nnls" in said  # the simplex without daqp
+    assert "slsqp" in said  # the box without daqp and piqp
+    assert "NOT verified" not in said
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/methods.md"])
+def test_the_documents_python_examples_run(document, tmp_path):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / document).read_text(), flags=re.DOTALL)
+    assert blocks
+    program = "import evenhand as eh\n" + "\n".join(blocks)
+    python("-c", program, cwd=tmp_path)
+
+
+def test_every_method_is_in_the_documents():
+    import evenhand as eh
+
+    text = (ROOT / "docs" / "methods.md").read_text()
+    for entry in eh.methods():
+        assert f"`{entry.name}`" in text, entry.name
