@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from evenhand.checks import EvenhandError, choice, near_miss, number
-from evenhand.geometry import Floats, Layers, Layout, Updates, combine, cross, gram, past_updates, read_updates, restore
+from evenhand.geometry import Floats, Layers, Layout, Updates, combine, cross, gram, read_updates, restore
 from evenhand.methods import Method, method
 from evenhand.methods.base import Client, Memo, Round
-from evenhand.state import SLACK, Memory, State, window_of
+from evenhand.state import SLACK, Memory, Sent, State, window_of
 
 CANCELLATION = 1e3  # terms this much longer than their sum are added up in float64
 
@@ -156,13 +156,13 @@ def aggregate(
         number("lr", lr, above=0.0)
     given = read_updates(updates, layers)
     ids = _read_clients(clients, given.rows)
-    index = _read_round(round, state)
     _check_state(state, chosen, given.layout, clients is not None)
+    index = _read_round(round, state)
     columns = {"losses": losses, "sizes": sizes, "accuracies": accuracies}
     columns |= {"participations": participations, "fairness": fairness}
     values = {name: _read_column(name, column, ids) for name, column in columns.items() if column is not None}
     scalars = {"fairness_global": fairness_global, "accuracy_global": accuracy_global}
-    overall = {name: float(value) for name, value in scalars.items() if value is not None}
+    overall = {name: _read_scalar(name, value) for name, value in scalars.items() if value is not None}
     _check_inputs(chosen, {*values, *overall})
 
     products = gram(given)
@@ -172,14 +172,15 @@ def aggregate(
     here = given.select(good)
     products = products[:, good][:, :, good]
     values = {name: column[good] for name, column in values.items()}
+    _check_totals(values)
     present = tuple(ids[position] for position in good)
 
     memory = state.memory if state is not None else Memory()
     seen = tuple(dict.fromkeys((*(state.seen if state is not None else ()), *present)))
     window = window_of(chosen.rule.memory, len(seen), len(present))
     used = memory.absent(present, index, window)
-    past = past_updates(here, [memory.rows[i] for i in used]) if len(used) else None
-    products, memory_gram = _with_past(products, here, past, memory, used)
+    pieces = memory.pieces(used, here)
+    products, memory_gram = _with_past(products, here, pieces, memory, used)
 
     moment = Round(
         gram=products,
@@ -196,7 +197,8 @@ def aggregate(
     )
     weights = chosen.rule.weigh(moment, state.rule_memo if state is not None else {})
     coefficients = np.broadcast_to(weights.coefficients, (len(products), moment.rows)).copy()
-    direction = combine(coefficients, here, past, precise=_cancels(moment, coefficients))
+    past = [(rows, _placed(coefficients[:, len(present) + among], at, len(rows))) for rows, among, at in pieces]
+    direction = combine(coefficients[:, : len(present)], here, past, precise=_cancels(moment, coefficients))
 
     server_memo = _on_device(state.server_memo, direction) if state is not None else {}
     ask = _asker(evaluate, given, direction, good)
@@ -232,7 +234,7 @@ def aggregate(
             notes=(*weights.notes, *remarks, *_layout_notes(given.layout)),
             facts=weights.facts,
         ),
-        evaluation_offset=None if offset is None else restore(given.layout, offset),
+        evaluation_offset=None if offset is None else restore(given.layout, [tensor.clone() for tensor in offset]),
     )
 
 
@@ -242,6 +244,8 @@ def aggregate(
 def _read_clients(clients: Sequence[Client] | None, rows: int) -> tuple[Client, ...]:
     if clients is None:
         return tuple(range(rows))
+    if isinstance(clients, str) or not hasattr(clients, "__iter__"):
+        raise EvenhandError(f"clients={clients!r} must be a list with one id for each update")
     ids = tuple(client.item() if isinstance(client, np.generic) else client for client in clients)
     if len(ids) != rows:
         raise EvenhandError(f"clients has {len(ids)} ids for {rows} updates")
@@ -295,9 +299,12 @@ def _read_column(name: str, column: Any, ids: tuple[Client, ...]) -> Floats:
         column = [column[client] for client in ids]
     if isinstance(column, Tensor):
         column = column.detach().double().cpu().numpy()
-    if isinstance(column, (list, tuple)):
-        column = [float(entry) for entry in column]
-    numbers = np.asarray(column, dtype=np.float64)
+    try:
+        if isinstance(column, (list, tuple)):
+            column = [float(entry) for entry in column]
+        numbers = np.asarray(column, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise EvenhandError(f"{name} must hold one number for each update: {error}") from error
     if numbers.shape != (len(ids),):
         raise EvenhandError(
             f"{name} has shape {numbers.shape}; one number for each of the {len(ids)} updates is needed"
@@ -306,9 +313,23 @@ def _read_column(name: str, column: Any, ids: tuple[Client, ...]) -> Floats:
     if (numbers < low).any():
         where = int(np.argmax(numbers < low))
         raise EvenhandError(f"{name} of client {ids[where]!r} is {numbers[where]:g}; it cannot be negative")
-    if name == "sizes" and numbers.sum() == 0.0:
-        raise EvenhandError("sizes are all zero: no client has any samples")
     return numbers
+
+
+def _read_scalar(name: str, value: Any) -> float:
+    try:
+        found = float(value)
+    except (TypeError, ValueError) as error:
+        raise EvenhandError(f"{name}={value!r} must be a number") from error
+    number(name, found)
+    return found
+
+
+def _check_totals(values: Mapping[str, Floats]) -> None:
+    """Refuse counts that add up to nothing, once the bad clients are out."""
+    for name, meaning in (("sizes", "no usable client has any samples"), ("participations", "yet these take part now")):
+        if name in values and values[name].sum() == 0.0:
+            raise EvenhandError(f"{name} are all zero: {meaning}")
 
 
 def _check_inputs(chosen: Method, given: set[str]) -> None:
@@ -324,9 +345,9 @@ def _bad_clients(products: Floats, values: Mapping[str, Floats], ids: tuple[Clie
     squares = np.diagonal(products, axis1=1, axis2=2).sum(axis=0)
     bad = {ids[i]: "its update holds NaN or Inf" for i in np.flatnonzero(~np.isfinite(squares))}
     for name, column in values.items():
-        if name != "fairness":  # NaN there means: cannot be measured at this client
-            for i in np.flatnonzero(~np.isfinite(column)):
-                bad.setdefault(ids[i], f"its entry in {name} is {column[i]}")
+        # NaN in fairness means that it cannot be measured at this client.
+        for i in np.flatnonzero(np.isinf(column) if name == "fairness" else ~np.isfinite(column)):
+            bad.setdefault(ids[i], f"its entry in {name} is {column[i]}")
     return bad
 
 
@@ -340,9 +361,8 @@ def _refuse(excluded: Mapping[Client, str], on_bad: str, rows: int) -> None:
 
 
 def _layout_notes(layout: Layout) -> tuple[str, ...]:
-    if not layout.integers:
-        return ()
-    return (f"entries that are not floating-point get a zero update: {', '.join(layout.integers)}",)
+    still = [name for name, (_, dtype) in layout.integers.items() if not dtype.is_floating_point]
+    return (f"entries that are not floating-point get a zero update: {', '.join(still)}",) if still else ()
 
 
 # ---------------------------------------------------------------------------------------- inside a round
@@ -353,26 +373,47 @@ def _remembered(memory: Memory, name: str, used: np.ndarray[Any, Any]) -> Floats
     return np.full(len(used), np.nan) if column is None else column[used]
 
 
+Pieces = list[tuple[Updates, np.ndarray[Any, Any], np.ndarray[Any, Any]]]
+
+
+def _placed(coefficients: Floats, places: np.ndarray[Any, Any], rows: int) -> Floats:
+    """Coefficients of some of a piece's rows as coefficients of all of them."""
+    full = np.zeros((len(coefficients), rows))
+    full[:, places] = coefficients
+    return full
+
+
 def _with_past(
-    products: Floats, here: Updates, past: Updates | None, memory: Memory, used: np.ndarray[Any, Any]
+    products: Floats, here: Updates, pieces: Pieces, memory: Memory, used: np.ndarray[Any, Any]
 ) -> tuple[Floats, Floats]:
     """The Gram matrix of present and remembered rows; products among the remembered come from the memory."""
-    if past is None:
+    if not pieces:
         return products, memory.gram
     known = memory.gram
     among = known[:, used][:, :, used]
-    unknown = np.flatnonzero(np.isnan(among).any(axis=(0, 2)))
-    if len(unknown):
-        fresh = cross(past.select(unknown.tolist()), past)
-        among = among.copy()
-        among[:, unknown] = fresh
-        among[:, :, unknown] = fresh.transpose(0, 2, 1)
+    if np.isnan(among).any():
+        among = _products_among(among, pieces)
         known = known.copy()
         known[:, used[:, None], used[None, :]] = among
-    between = cross(here, past)
+    between = np.empty((len(products), len(here), len(used)))
+    for rows, which, places in pieces:
+        between[:, :, which] = cross(here, rows)[:, :, places]
     top = np.concatenate([products, between], axis=2)
     bottom = np.concatenate([between.transpose(0, 2, 1), among], axis=2)
     return np.concatenate([top, bottom], axis=1), known
+
+
+def _products_among(among: Floats, pieces: Pieces) -> Floats:
+    """Fill in products between remembered rows that no round has needed before."""
+    among = among.copy()
+    for number_, (rows, which, places) in enumerate(pieces):
+        for others, which_others, places_others in pieces[: number_ + 1]:
+            block = np.ix_(np.arange(len(among)), which, which_others)
+            if np.isnan(among[block]).any():
+                found = cross(rows, others)[:, places][:, :, places_others]
+                among[block] = found
+                among[np.ix_(np.arange(len(among)), which_others, which)] = found.transpose(0, 2, 1)
+    return among
 
 
 def _cancels(moment: Round, coefficients: Floats) -> bool:
@@ -432,12 +473,17 @@ def _remember(
     grown[:, fresh[:, None], place[None, :]] = moment.gram[:, :count, count:]
     grown[:, place[:, None], fresh[None, :]] = moment.gram[:, count:, :count]
     names = {*memory.values, *moment.values}
+    rounds = np.append(memory.rounds[kept], np.full(count, moment.index))
     return Memory(
         clients=(*(memory.clients[i] for i in kept), *present),
-        rounds=np.append(memory.rounds[kept], np.full(count, moment.index)),
+        rounds=rounds,
+        places=np.append(memory.places[kept], np.arange(count)),
         values={name: np.append(_remembered(memory, name, kept), _present(moment, name)) for name in sorted(names)},
-        rows=(*(memory.rows[i] for i in kept), *(here.row(i, copy=not own) for i in range(count))),
         gram=grown,
+        sent=(
+            *(sent for sent in memory.sent if sent.round in rounds),
+            Sent(moment.index, count, here.keepable(copy=not own)),
+        ),
     )
 
 

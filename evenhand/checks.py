@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import numbers
 from collections.abc import Collection
 
 
@@ -23,6 +24,12 @@ def choice(name: str, value: object, allowed: Collection[str]) -> None:
         raise EvenhandError(f"{name}={value!r} is not one of {words}{near_miss(value, allowed)}")
 
 
+def flag(name: str, value: object) -> None:
+    """Insist on True or False."""
+    if not isinstance(value, bool):
+        raise EvenhandError(f"{name}={value!r} must be True or False")
+
+
 def number(
     name: str,
     value: object,
@@ -34,7 +41,7 @@ def number(
 ) -> None:
     """Insist on a finite number within [low, high] (and strictly above `above`)."""
     kind = "whole number" if whole else "number"
-    fits = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+    fits = isinstance(value, numbers.Integral if whole else numbers.Real) and not isinstance(value, bool)
     if fits and low <= value <= high and (above is None or value > above) and abs(value) != float("inf"):  # type: ignore[operator, arg-type]
         return
     floor = f"above {above:g}" if above is not None else f"at least {low:g}" if low != float("-inf") else ""

@@ -6,6 +6,7 @@ reading of whatever form the updates come in.
 
 Accuracy: products of float32 (or narrower) rows are formed in float32 over short stretches of columns,
 with TF32 and autocast switched off, and the stretches are added up in float64; float64 rows stay float64.
+The error is about 1e-7 of the two rows' lengths, and a few 1e-6 at worst, where all terms round the same way.
 Rows so small or large that float32 products would under- or overflow are done again in float64.
 Memory: a dense input is read in place; rows that live in separate tensors are gathered through one small
 buffer. No second copy of the updates is ever made.
@@ -13,10 +14,13 @@ buffer. No second copy of the updates is ever made.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -28,8 +32,8 @@ from evenhand.checks import EvenhandError, near_miss
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Layers = str | Callable[[str], str] | Mapping[str, Any] | Sequence[Any] | None
 
-STRETCH = 8192  # columns summed in float32 before the sum moves to float64
-PARTIALS = 32 << 20  # bytes of float32 partial products held at once
+STRETCH = 512  # columns whose products are summed at once; these sums are added up in float64
+PARTIALS = 1 << 20  # bytes of such sums held at once: a cache's worth; more on an accelerator
 BUFFER = 16 << 20  # bytes of the gather buffer
 TILE = 256  # rows per tile when only the upper triangle of a large Gram matrix is computed
 TINY, HUGE = 1e-28, 1e34  # squared norms outside this range are not trusted in float32
@@ -54,9 +58,9 @@ class Layout:
     ordered: bool
     array_shape: tuple[int, ...] = ()
 
-    @property
+    @cached_property
     def sizes(self) -> tuple[int, ...]:
-        return tuple(int(np.prod(shape, dtype=np.int64)) for shape in self.shapes)
+        return tuple(math.prod(shape) for shape in self.shapes)
 
     def signature(self) -> list[list[Any]]:
         """What two rounds must share for their rows to be compared (JSON-ready)."""
@@ -100,39 +104,105 @@ class Updates:
         """Relative error of the Gram matrix's entries (see RESOLUTION)."""
         return max(RESOLUTION[self.compute_dtype(p)] for p in range(len(self.parts)))
 
-    def row(self, index: int, *, copy: bool) -> tuple[Tensor, ...]:
+    def row(self, index: int) -> tuple[Tensor, ...]:
         """One row as flat tensors, one per entry of the layout."""
         if self.keep is not None:
             index = self.keep[index]
-        flat = [part[index].reshape(-1) for part in self.parts]
-        return tuple(tensor.detach().clone() if copy else tensor.detach() for tensor in flat)
+        return tuple(part[index].reshape(-1) for part in self.parts)
 
-    def stretches(self, part: int, dtype: torch.dtype, width: int | None = None) -> Iterator[tuple[slice, Tensor]]:
+    def keepable(self, *, copy: bool) -> tuple[Tensor | tuple[Tensor, ...], ...]:
+        """The rows in use, to be remembered: as they are where the caller gives them up, else as dense copies."""
+        if not copy and self.keep is None:
+            return self.parts
+        dense = []
+        for part, rows in enumerate(self.parts):
+            index = range(self.rows) if self.keep is None else self.keep
+            block = torch.empty(
+                len(self), self.layout.sizes[part], dtype=self.layout.dtypes[part], device=rows[0].device
+            )
+            for position, row in enumerate(index):
+                block[position].copy_(rows[row].reshape(-1))
+            dense.append(block)
+        return tuple(dense)
+
+    def stretches(
+        self, part: int, dtype: torch.dtype, spare: Spare, width: int | None = None
+    ) -> Iterator[tuple[slice, Tensor]]:
         """The rows of one part as (columns, dense rows x columns) pieces of the given dtype.
 
-        Dense rows of that dtype come as a view, whole unless a width is given; others pass through a buffer.
+        Dense rows of that dtype come as a view, whole unless a width is given; others pass through a spare buffer.
         """
         rows, size, count = self.parts[part], self.layout.sizes[part], len(self)
-        in_place = isinstance(rows, Tensor) and self.keep is None and rows.dtype == dtype
+        device = self.device_of(part)
+        in_place = (
+            isinstance(rows, Tensor)
+            and self.keep is None
+            and rows.dtype == dtype
+            and rows.device == device
+            and _multipliable(rows)
+        )
         if width is None:
             width = size if in_place else max(256, BUFFER // (max(count, 1) * dtype.itemsize))
         width = min(width, size)
         index = list(range(self.rows)) if self.keep is None else list(self.keep)
-        device = self.device_of(part)
-        chosen = torch.as_tensor(index, device=device)
-        buffer = None if in_place else torch.empty(count * width, dtype=dtype, device=device)
+        chosen = None if self.keep is None else torch.as_tensor(index, device=device)
+        buffer = None if in_place else spare.take(count * width, dtype, device)
         for start in range(0, size, width):
             columns = slice(start, min(start + width, size))
             if buffer is None:
                 yield columns, rows[:, columns]  # type: ignore[call-overload]
                 continue
             dense = buffer[: count * (columns.stop - columns.start)].view(count, -1)
-            if isinstance(rows, Tensor):
-                dense.copy_(rows[:, columns] if self.keep is None else rows[:, columns].index_select(0, chosen))
+            if not isinstance(rows, Tensor):
+                for position, row in enumerate(index):
+                    dense[position].copy_(_flat(rows[row], columns))
+            elif chosen is None:
+                dense.copy_(rows[:, columns])
+            elif rows.dtype == dtype and rows.device == device:
+                torch.index_select(rows[:, columns], 0, chosen, out=dense)
             else:
                 for position, row in enumerate(index):
-                    dense[position].copy_(rows[row].reshape(-1)[columns])
+                    dense[position].copy_(rows[row, columns])
             yield columns, dense
+
+
+class Spare:
+    """One buffer for a whole pass over the parts, so that their buffers do not add up."""
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+    def take(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        held = self._held.pop((dtype, device), None)
+        if held is None or held.numel() < size:
+            del held
+            held = torch.empty(size, dtype=dtype, device=device)
+        self._held[dtype, device] = held
+        return held[:size]
+
+
+def _multipliable(rows: Tensor) -> bool:
+    """Whether matrix products read these rows as they lie, without copying them first."""
+    count, size = rows.shape
+    down, along = rows.stride()
+    return (along == 1 and down >= size) or (down == 1 and along >= count)
+
+
+def _flat(tensor: Tensor, columns: slice) -> Tensor:
+    """Some of a tensor's numbers in order; of one that is not contiguous only the slab around them is copied."""
+    if tensor.is_contiguous():
+        return tensor.view(-1)[columns]
+    each = tensor[0].numel()
+    first, last = columns.start // each, -(-columns.stop // each)
+    return tensor[first:last].reshape(-1)[columns.start - first * each : columns.stop - first * each]
+
+
+def _by_row(stack: Tensor) -> Tensor | tuple[Tensor, ...]:
+    """A stack as (rows x size) where that needs no copy, else its rows one by one."""
+    try:
+        return stack.view(len(stack), -1)
+    except RuntimeError:
+        return tuple(stack)
 
 
 # ---------------------------------------------------------------------------------------------- reading
@@ -153,8 +223,15 @@ def read_updates(updates: Any, layers: Layers = None) -> Updates:
         if isinstance(first, Mapping):
             return _read_mappings(updates, layers)
         if isinstance(first, (Tensor, np.ndarray)):
-            named = [{"update": row} for row in updates]
-            read = _read_mappings(named, layers)
+            if layers is None or isinstance(layers, str):
+                read = _read_mappings([{"update": row} for row in updates], layers)
+            else:
+                names, sizes = _column_layers(layers, math.prod(first.shape))
+                edges = [0, *itertools.accumulate(sizes)]
+                cut = [
+                    {name: row.reshape(-1)[edges[i] : edges[i + 1]] for i, name in enumerate(names)} for row in updates
+                ]
+                read = _read_mappings(cut, "tensor")
             return replace(read, layout=replace(read.layout, form="array", array_shape=tuple(first.shape)))
         if isinstance(first, Sequence) and first and isinstance(first[0], (Tensor, np.ndarray)):
             _same_lengths(updates)
@@ -184,7 +261,10 @@ def _tensor(value: Any, where: str) -> Tensor:
             raise EvenhandError(f"{where} has dtype {value.dtype}; floating-point numbers are needed")
         if not value.flags.writeable or any(stride < 0 for stride in value.strides):
             value = value.copy()  # torch cannot borrow such memory
-        return torch.from_numpy(value)
+        try:
+            return torch.from_numpy(value)
+        except (TypeError, ValueError) as error:
+            raise EvenhandError(f"{where} has dtype {value.dtype}, which torch does not know: {error}") from error
     raise EvenhandError(f"{where} is a {type(value).__name__}; a torch tensor or numpy array is needed")
 
 
@@ -198,9 +278,10 @@ def _read_array(array: Tensor | np.ndarray[Any, Any], layers: Layers) -> Updates
         raise EvenhandError("updates is empty: a round needs at least one client's update")
     if not tensor.is_floating_point():
         raise EvenhandError(f"updates has dtype {tensor.dtype}; floating-point numbers are needed")
+    if tensor.numel() == 0:
+        raise EvenhandError(f"updates has shape {tuple(tensor.shape)}: it holds no numbers")
     rows, shape = tensor.shape[0], tuple(tensor.shape[1:])
-    dense = tensor.reshape(rows, -1)
-    names, sizes = _column_layers(layers, dense.shape[1])
+    names, sizes = _column_layers(layers, math.prod(shape))
     edges = np.cumsum([0, *sizes])
     one = len(sizes) == 1
     layout = Layout(
@@ -216,8 +297,10 @@ def _read_array(array: Tensor | np.ndarray[Any, Any], layers: Layers) -> Updates
         ordered=False,
         array_shape=shape,
     )
-    parts = tuple(dense[:, edges[i] : edges[i + 1]] for i in range(len(sizes)))
-    return Updates(layout, parts, rows)
+    if one:
+        return Updates(layout, (_by_row(tensor),), rows)
+    dense = tensor.reshape(rows, -1)
+    return Updates(layout, tuple(dense[:, edges[i] : edges[i + 1]] for i in range(len(sizes))), rows)
 
 
 def _column_layers(layers: Layers, columns: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
@@ -242,7 +325,8 @@ def _column_layers(layers: Layers, columns: int) -> tuple[tuple[str, ...], tuple
 def _read_stacked(stacked: Mapping[str, Any], layers: Layers) -> Updates:
     if not stacked:
         raise EvenhandError("updates is an empty mapping: a round needs at least one tensor")
-    tensors = {str(name): _tensor(value, f"updates[{name!r}]") for name, value in stacked.items()}
+    _check_names(stacked, "updates")
+    tensors = {name: _tensor(value, f"updates[{name!r}]") for name, value in stacked.items()}
     counts = {name: tensor.shape[0] if tensor.ndim else -1 for name, tensor in tensors.items()}
     first, rows = next(iter(counts.items()))
     for name, count in counts.items():
@@ -254,12 +338,13 @@ def _read_stacked(stacked: Mapping[str, Any], layers: Layers) -> Updates:
     example = {name: tensor[0] for name, tensor in tensors.items()}
     numpy = isinstance(next(iter(stacked.values())), np.ndarray)
     layout = _layout(example, layers, "stacked", numpy, isinstance(stacked, OrderedDict))
-    return Updates(layout, tuple(tensors[name].reshape(rows, -1) for name in layout.names), rows)
+    return Updates(layout, tuple(_by_row(tensors[name]) for name in layout.names), rows)
 
 
 def _read_mappings(rows: Sequence[Any], layers: Layers) -> Updates:
     first = rows[0]
-    example = {str(name): _tensor(value, f"updates[0][{name!r}]") for name, value in first.items()}
+    _check_names(first, "updates[0]")
+    example = {name: _tensor(value, f"updates[0][{name!r}]") for name, value in first.items()}
     numpy = isinstance(next(iter(first.values()), None), np.ndarray)
     layout = _layout(example, layers, "mapping", numpy, isinstance(first, OrderedDict))
     columns: list[list[Tensor]] = [[example[name]] for name in layout.names]
@@ -277,6 +362,14 @@ def _read_mappings(rows: Sequence[Any], layers: Layers) -> Updates:
                     )
             column.append(tensor)
     return Updates(layout, tuple(map(tuple, columns)), len(rows))
+
+
+def _check_names(entries: Mapping[Any, Any], where: str) -> None:
+    for name in entries:
+        if not isinstance(name, str):
+            raise EvenhandError(
+                f"{where} has the key {name!r}, a {type(name).__name__}; tensors are known by name (text)"
+            )
 
 
 def _plain(value: Any) -> str:
@@ -341,31 +434,37 @@ def _grouping(layers: Layers, names: list[str]) -> Callable[[str], str]:
 
 
 @contextmanager
-def exact_products(device: torch.device) -> Iterator[None]:
+def exact_products(updates: Updates) -> Iterator[None]:
     """Products in true float32: no TF32, no bfloat16 shortcuts, no autocast, no autograd."""
-    backends = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]  # type: ignore[attr-defined]
-    backends = [backend for backend in backends if hasattr(backend, "fp32_precision")]
+    owners: list[Any] = [torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)]
+    backends = [owner for owner in owners if hasattr(owner, "fp32_precision")]
     before = [backend.fp32_precision for backend in backends]
-    try:
+    overall = "highest" if backends else torch.get_float32_matmul_precision()  # torch before 2.9 has this switch alone
+    kinds = {updates.device_of(part).type for part in range(len(updates.parts))}
+    with ExitStack() as stack:
         for backend, setting in zip(backends, before, strict=True):
             if setting not in ("ieee", "none"):
+                stack.callback(setattr, backend, "fp32_precision", setting)
                 backend.fp32_precision = "ieee"
-        with torch.no_grad(), torch.autocast(device.type, enabled=False):
-            yield
-    finally:
-        for backend, setting in zip(backends, before, strict=True):
-            if backend.fp32_precision != setting:
-                backend.fp32_precision = setting
+        if overall != "highest":
+            stack.callback(torch.set_float32_matmul_precision, overall)
+            torch.set_float32_matmul_precision("highest")
+        stack.enter_context(torch.no_grad())
+        for kind in kinds:
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """left @ right.T in float64, from float32 products over stretches of STRETCH columns."""
+    """left @ right.T in float64, from float32 products over stretches of STRETCH columns; the rest in float64."""
     width = left.shape[1]
-    if left.dtype == torch.float64 or width <= STRETCH:
-        return (left @ right.T).double()
+    if width <= STRETCH:
+        return left.double() @ right.double().T
     total = torch.zeros(left.shape[0], right.shape[0], dtype=torch.float64, device=left.device)
     whole = width // STRETCH
-    at_once = max(1, PARTIALS // (4 * left.shape[0] * right.shape[0]))
+    room = PARTIALS if left.device.type == "cpu" else 8 * PARTIALS
+    at_once = max(1, room // (left.element_size() * left.shape[0] * right.shape[0]))
     for start in range(0, whole, at_once):
         count = min(at_once, whole - start)
         columns = slice(start * STRETCH, (start + count) * STRETCH)
@@ -375,7 +474,7 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
         ]
         total += torch.bmm(batches[0], batches[-1].transpose(1, 2)).sum(0, dtype=torch.float64)
     if whole * STRETCH < width:
-        total += left[:, whole * STRETCH :] @ right[:, whole * STRETCH :].T
+        total += left[:, whole * STRETCH :].double() @ right[:, whole * STRETCH :].double().T
     return total
 
 
@@ -400,19 +499,20 @@ def _accumulate(left: Updates, right: Updates | None = None, dtype: torch.dtype 
     layout = left.layout
     shape = (len(layout.blocks), len(left), len(left if right is None else right))
     totals: dict[torch.device, Tensor] = {}
-    for part, block in enumerate(layout.block_of):
-        device = left.device_of(part)
-        if device not in totals:
-            totals[device] = torch.zeros(shape, dtype=torch.float64, device=device)
-        total, kind = totals[device][block], dtype or left.compute_dtype(part)
-        with exact_products(device):
+    spare, other = Spare(), Spare()
+    with exact_products(left):
+        for part, block in enumerate(layout.block_of):
+            device, kind = left.device_of(part), dtype or left.compute_dtype(part)
+            if device not in totals:
+                totals[device] = torch.zeros(shape, dtype=torch.float64, device=device)
+            total = totals[device][block]
             if right is None:
-                for _, rows in left.stretches(part, kind):
+                for _, rows in left.stretches(part, kind, spare):
                     total += _symmetric_product(rows)
             else:
                 width = max(256, BUFFER // (max(shape[1:]) * kind.itemsize))
-                pairs = zip(left.stretches(part, kind, width), right.stretches(part, kind, width), strict=True)
-                for (_, rows), (_, others) in pairs:
+                ours, theirs = left.stretches(part, kind, spare, width), right.stretches(part, kind, other, width)
+                for (_, rows), (_, others) in zip(ours, theirs, strict=True):
                     total += _product(rows, others)
     summed = np.zeros(shape)
     for total in totals.values():
@@ -427,49 +527,68 @@ def gram(updates: Updates) -> Floats:
         return found
     squares = np.diagonal(found, axis1=1, axis2=2)
     doubtful = np.argwhere(~((squares > TINY) & (squares < HUGE)))
-    if any(_lost_in_float32(updates, block, row, squares[block, row]) for block, row in doubtful):
+    # Not so for a true zero, NaN or Inf: float64 would find the same.
+    if any(0.0 < _largest(updates, block, row) < np.inf for block, row in doubtful):
         return _accumulate(updates, dtype=torch.float64)
     return found
 
 
-def _lost_in_float32(updates: Updates, block: int, row: int, square: float) -> bool:
-    """Whether float32 products under- or overflowed here, as opposed to a true zero, NaN or Inf."""
-    flat = updates.row(row, copy=False)
-    largest = max(float(flat[part].abs().max()) for part, owner in enumerate(updates.layout.block_of) if owner == block)
-    return bool(np.isfinite(largest)) and largest > 0.0
+def _largest(updates: Updates, block: int, row: int) -> float:
+    """The largest absolute number of a row in a block."""
+    flat = updates.row(row)
+    parts = [part for part, owner in enumerate(updates.layout.block_of) if owner == block]
+    return float(np.max([float(flat[part].abs().max()) for part in parts]))
 
 
 def cross(updates: Updates, past: Updates) -> Floats:
     """Inner products per block between this round's rows and remembered ones."""
-    doubled = any(dtype != torch.float64 for dtype in updates.layout.dtypes)
     found = _accumulate(updates, past)
-    if doubled and not (np.isfinite(found).all() and (np.abs(found).max(initial=0.0) < HUGE)):
+    if all(dtype == torch.float64 for dtype in updates.layout.dtypes):
+        return found
+    overflowed = not (np.abs(found) < HUGE).all()
+    if overflowed or _underflowed(found, updates, past):
         return _accumulate(updates, past, dtype=torch.float64)
     return found
 
 
+def _underflowed(found: Floats, updates: Updates, past: Updates) -> bool:
+    """Whether a faint inner product may be so because float32 products underflowed, not because rows are orthogonal."""
+    for block, faint in enumerate(np.abs(found) < TINY):
+        here = np.array([_largest(updates, block, row) for row in np.flatnonzero(faint.any(axis=1)).tolist()])
+        if not here.any():
+            continue
+        there = np.array([_largest(past, block, row) for row in np.flatnonzero(faint.any(axis=0)).tolist()])
+        terms = np.outer(here, there)
+        if ((terms > 0.0) & (terms < 0.01 * TINY)).any():
+            return True
+    return False
+
+
 def combine(
-    coefficients: Floats, updates: Updates, past: Updates | None = None, *, precise: bool = False
+    coefficients: Floats,
+    updates: Updates,
+    past: Sequence[tuple[Updates, Floats]] = (),
+    *,
+    precise: bool = False,
 ) -> list[Tensor]:
     """The rows' linear combination, one flat tensor per entry; coefficients are blocks x rows.
 
-    `precise` accumulates in float64, for combinations whose terms nearly cancel.
+    `past` are remembered rows with coefficients of their own. `precise` accumulates in float64, for combinations whose
+    terms nearly cancel.
     """
-    layout, present = updates.layout, len(updates)
-    combined = []
-    for part, block in enumerate(layout.block_of):
-        device = updates.device_of(part)
-        kind = torch.float64 if precise else updates.compute_dtype(part)
-        weights = torch.as_tensor(coefficients[block], dtype=kind, device=device)
-        out = torch.zeros(layout.sizes[part], dtype=kind, device=device)
-        with exact_products(device):
-            sources = [(updates, weights[:present])]
-            if past is not None and len(past):
-                sources.append((past, weights[present:]))
-            for source, scale in sources:
-                for columns, rows in source.stretches(part, kind):
-                    out[columns].addmv_(rows.T, scale)
-        combined.append(out)
+    layout = updates.layout
+    sources = [(updates, coefficients), *past]
+    combined, spare = [], Spare()
+    with exact_products(updates):
+        for part, block in enumerate(layout.block_of):
+            kind = torch.float64 if precise else updates.compute_dtype(part)
+            device = updates.device_of(part)
+            out = torch.zeros(layout.sizes[part], dtype=kind, device=device)
+            for source, scales in sources:
+                weights = torch.as_tensor(scales[block], dtype=kind, device=device)
+                for columns, rows in source.stretches(part, kind, spare):
+                    out[columns].addmv_(rows.T, weights)
+            combined.append(out)
     return combined
 
 
@@ -492,7 +611,7 @@ def restore(layout: Layout, flat: Sequence[Tensor]) -> Any:
     return OrderedDict(entries) if layout.ordered else entries
 
 
-def past_updates(like: Updates, rows: Sequence[tuple[Tensor, ...]]) -> Updates:
-    """Remembered rows (flat tensors, one per entry) beside these updates; they may lie on another device."""
+def past_updates(like: Updates, parts: tuple[Tensor | tuple[Tensor, ...], ...], rows: int) -> Updates:
+    """Remembered rows beside these updates; they may lie on another device."""
     devices = tuple(like.device_of(part) for part in range(len(like.parts)))
-    return Updates(like.layout, tuple(zip(*rows, strict=True)), len(rows), devices=devices)
+    return Updates(like.layout, parts, rows, devices=devices)

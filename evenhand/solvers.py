@@ -24,6 +24,7 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 LARGE = 150  # rows above which an active set is slower than the alternatives
 RIDGE = 1e-8  # on rows of unit length; DAQP fails on the barely definite matrices of smaller ones
+SHARP = 1e-13  # a gap that needs no further work
 TOLERANCE = 1e-9  # accepted optimality gap, relative to the shortest row (or the answer, where that is longer)
 
 
@@ -70,13 +71,15 @@ def min_norm(gram: Floats, lower: Floats | None = None, upper: Floats | None = N
         scaled = solve(problem)
         if scaled is None or not np.isfinite(scaled).all():
             continue
-        polished = _polish(problem, scaled)
-        for label, point in ((name, scaled), (f"{name} polished", polished)):
+        for label, point in _candidates(name, problem, scaled):
             weights = _inside(point / lengths, low, high)
             square = float(weights @ gram @ weights)
-            gap = optimality_gap(gram, weights, low, high) / max(shortest, square)
+            noise = 1e-15 * np.sqrt(squares.max()) * float(weights @ np.sqrt(np.maximum(squares, 0.0)))
+            gap = max(0.0, optimality_gap(gram, weights, low, high) - noise) / max(shortest, square)
             if best is None or gap < best.gap:
                 best = MinNorm(weights, square, gap, label)
+            if best.gap <= SHARP:
+                return best
         if best is not None and best.verified:
             return best
     if best is None:
@@ -96,6 +99,7 @@ def optimality_gap(gram: Floats, weights: Floats, low: Floats, high: Floats) -> 
 
 def project_to_simplex(point: Floats) -> Floats:
     """The nearest point of the probability simplex (Euclidean)."""
+    point = point - point.max()  # adding a constant changes nothing, and keeps the 1 below from being rounded away
     descending = np.sort(point)[::-1]
     excess = (np.cumsum(descending) - 1.0) / np.arange(1, len(point) + 1)
     last = np.nonzero(descending > excess)[0][-1]
@@ -118,6 +122,9 @@ def _inside(weights: Floats, low: Floats, high: Floats) -> Floats:
         room = high - weights if missing > 0 else weights - low
         if abs(missing) < 1e-16 or room.sum() <= 0.0:
             break
+        inner = (weights - low) * (high - weights)  # weights at a bound stay there if the others can take it all
+        if inner.sum() > 0.0 and (abs(missing) * inner <= room * inner.sum()).all():
+            room = inner
         weights = np.clip(weights + missing * room / room.sum(), low, high)
     return weights
 
@@ -138,21 +145,31 @@ class _Problem:
         return self.gram + RIDGE * np.eye(len(self.gram))
 
 
-def _polish(problem: _Problem, point: Floats) -> Floats:
-    """Re-solve exactly for the entries strictly inside their bounds, which removes the ridge's bias."""
+def _candidates(name: str, problem: _Problem, point: Floats) -> Iterator[tuple[str, Floats]]:
+    """A solver's point, and the exact points of its active set: the ridge biases the first but not the others.
+
+    Gaussian elimination is tried before least squares, which is needed only where the active rows are dependent.
+    """
+    yield name, point
     inner = (point > problem.low + 1e-9) & (point < problem.high - 1e-9)
     if not inner.any():
-        return point
+        return
     fixed = np.where(inner, 0.0, point)
     costs = problem.costs[inner]
     system = np.zeros((len(costs) + 1,) * 2)
     system[:-1, :-1] = problem.gram[np.ix_(inner, inner)]
     system[-1, :-1] = system[:-1, -1] = costs
     right = np.append(-(problem.gram[inner] @ fixed), 1.0 - problem.costs @ fixed)
-    solved = scipy.linalg.lstsq(system, right, cond=1e-14, lapack_driver="gelsy", check_finite=False)[0]
     polished = point.copy()
-    polished[inner] = solved[:-1]
-    return polished
+    try:
+        polished[inner] = np.linalg.solve(system, right)[:-1]
+        if np.isfinite(polished).all():
+            yield f"{name} polished", polished
+    except np.linalg.LinAlgError:
+        pass
+    polished = point.copy()
+    polished[inner] = scipy.linalg.lstsq(system, right, cond=1e-14, lapack_driver="gelsy", check_finite=False)[0][:-1]
+    yield f"{name} polished", polished
 
 
 Solver = Callable[[_Problem], Floats | None]

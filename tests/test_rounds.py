@@ -208,3 +208,11 @@ def test_the_memory_gives_the_same_rows_in_float32_as_in_float64():
         np.testing.assert_allclose(out32.diagnostics.gram, out64.diagnostics.gram, rtol=1e-5, atol=1e-5)
         np.testing.assert_allclose(out32.update.double(), out64.update, rtol=1e-3, atol=1e-4)
         state32, state64 = out32.state, out64.state
+
+
+def test_layers_can_be_cut_out_of_a_list_of_vectors_as_out_of_a_matrix():
+    (_, clients, updates, losses, _), *_ = rounds(1)
+    matrix = eh.aggregate("fedlf", updates, losses=losses, clients=clients, layers=LAYERS)
+    listed = eh.aggregate("fedlf", list(updates), losses=losses, clients=clients, layers=LAYERS)
+    np.testing.assert_allclose(listed.update, matrix.update, rtol=1e-9)
+    assert listed.diagnostics.layers == matrix.diagnostics.layers

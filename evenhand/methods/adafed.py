@@ -19,9 +19,9 @@ from typing import ClassVar
 import numpy as np
 import scipy.linalg
 
-from evenhand.checks import choice, number
+from evenhand.checks import choice, flag, number
 from evenhand.geometry import Floats
-from evenhand.methods.base import Memo, Round, Rule, Weights, check_absent, like_the_mean, unit
+from evenhand.methods.base import Memo, Round, Rule, Weights, check_absent, like_the_mean
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class AdaFed(Rule):
 
     def __post_init__(self) -> None:
         number("gamma", self.gamma, low=0.0)
+        flag("normalise", self.normalise)
         number("ridge", self.ridge, low=0.0)
         choice("length", self.length, ("mean", "paper"))
         check_absent(self.absent)
@@ -50,47 +51,67 @@ class AdaFed(Rule):
         if largest == 0.0 and self.gamma > 0.0:
             return Weights(np.zeros(round.rows), notes=("every loss is zero: the update is zero",))
         falls = (losses / largest) ** self.gamma if self.gamma > 0.0 else np.ones(round.rows)
-        slopes = falls if self.normalise else falls * unit(round.norms)
-        coefficients, notes = proportional_descent(round, slopes, self.ridge)
+        coefficients, notes = proportional_descent(round, falls, equal_lengths=self.normalise, ridge=self.ridge)
         if self.length == "mean":
             coefficients, more = like_the_mean(round, coefficients)
             return Weights(coefficients, notes=notes + more)
         # u = K^-1 b for b = falls; with b in its own unit d = u / |u|^2, and both sides scale by largest^gamma.
         square = round.length(coefficients) ** 2
-        if square == 0.0:
-            return Weights(np.zeros(round.rows), notes=(*notes, "the updates cancel out: the update is zero"))
+        met = round.total @ coefficients
+        if square == 0.0 or met @ falls <= 1e-3 * np.linalg.norm(met) * np.linalg.norm(falls):
+            return Weights(np.zeros(round.rows), notes=(*notes, "no direction lowers the losses so: the update is zero"))
         unit_of_loss = largest**self.gamma if self.gamma > 0.0 else 1.0
         return Weights(coefficients / (square * unit_of_loss), notes=notes)
 
 
-def proportional_descent(round: Round, slopes: Floats, ridge: float) -> tuple[Floats, tuple[str, ...]]:
-    """Coefficients of the shortest u in the rows' span with (g_k / |g_k|) . u = slopes_k, zero rows left out."""
-    scale = unit(round.norms)
-    moving = scale > 0.0
+def proportional_descent(
+    round: Round, falls: Floats, *, equal_lengths: bool, ridge: float
+) -> tuple[Floats, tuple[str, ...]]:
+    """Coefficients of the shortest u in the rows' span with g_k . u = falls_k, zero rows left out.
+
+    With `equal_lengths` g_k stands for the row at unit length; the ridge is added to the unit rows' Gram matrix. Where
+    the rows are dependent the falls are met in the least-squares sense.
+    """
+    moving = np.flatnonzero(round.norms > 0.0)
     coefficients = np.zeros(round.rows)
-    if not moving.any():
+    if not len(moving):
         return coefficients, ()
-    gram = round.total[np.ix_(moving, moving)] * np.outer(scale[moving], scale[moving])
-    gram[np.diag_indices_from(gram)] += ridge
-    solved, rank = _solve(gram, slopes[moving], round.resolution)
-    coefficients[moving] = solved * scale[moving]
-    if rank < len(gram):
-        return coefficients, (
-            f"dependent updates (rank {rank} of {len(gram)}): losses fall in proportion in the least-squares sense",
-        )
-    return coefficients, ()
+    scale = 1.0 / round.norms[moving]
+    unit_gram = round.total[np.ix_(moving, moving)] * np.outer(scale, scale)
+    slopes = falls[moving] if equal_lengths else falls[moving] * scale
+    solved = _solve_definite(unit_gram, slopes, ridge, round.resolution)
+    if solved is not None:
+        coefficients[moving] = solved * scale
+        return coefficients, ()
+    if not equal_lengths:  # a common scale alone, so that all falls count the same
+        scale = np.full(len(moving), scale.min())
+        unit_gram, slopes = round.total[np.ix_(moving, moving)] * np.outer(scale, scale), falls[moving] * scale
+    solved, rank = _solve_least_squares(unit_gram, slopes, ridge, round.resolution)
+    coefficients[moving] = solved * scale
+    return coefficients, (
+        f"dependent updates (rank {rank} of {len(moving)}): losses fall in proportion in the least-squares sense",
+    )
 
 
-def _solve(gram: Floats, right: Floats, resolution: float) -> tuple[Floats, int]:
-    """Cholesky where the matrix is safely definite, else the pseudo-inverse; with the rank that was used."""
-    cutoff = 10.0 * len(gram) * resolution
+def _solve_definite(gram: Floats, right: Floats, ridge: float, resolution: float) -> Floats | None:
+    """Cholesky; None where the matrix is singular to working accuracy or the answer drowns in cancellation."""
+    ridged = gram + ridge * np.eye(len(gram))
     try:
-        factor = scipy.linalg.cho_factor(gram, lower=True, check_finite=False)
-        if np.diagonal(factor[0]).min() ** 2 > cutoff:
-            return scipy.linalg.cho_solve(factor, right, check_finite=False), len(gram)
+        factor, lower = scipy.linalg.cho_factor(ridged, lower=True, check_finite=False)
     except scipy.linalg.LinAlgError:
-        pass
+        return None
+    reciprocal_condition, _ = scipy.linalg.lapack.dpocon(factor, np.abs(ridged).sum(axis=0).max(), uplo="L")
+    if reciprocal_condition < 10.0 * resolution:
+        return None
+    solved: Floats = scipy.linalg.cho_solve((factor, lower), right, check_finite=False)
+    if solved @ gram @ solved <= 1e4 * resolution * np.abs(solved).sum() ** 2:
+        return None
+    return solved
+
+
+def _solve_least_squares(gram: Floats, right: Floats, ridge: float, resolution: float) -> tuple[Floats, int]:
+    """The pseudo-inverse: combinations of rows that cancel out within the rounding of the Gram matrix get no weight."""
     values, vectors = np.linalg.eigh(gram)
-    sound = values > cutoff * max(values[-1] / len(gram), 1.0)
-    inverse = np.divide(1.0, values, out=np.zeros_like(values), where=sound)
+    sound = values > 10.0 * len(gram) * resolution * values[-1]
+    inverse = np.divide(1.0, values + ridge, out=np.zeros_like(values), where=sound)
     return vectors @ (inverse * (vectors.T @ right)), int(sound.sum())

@@ -186,7 +186,7 @@ def check_absent(absent: str) -> None:
     if absent in ("off", "expected"):
         return
     kind, _, length = str(absent).partition(":")
-    if kind != "last" or not length.isdigit():
+    if kind != "last" or not length.isdecimal():
         raise EvenhandError(f"absent={absent!r} must be 'off', 'expected' or 'last:TAU', e.g. 'last:10'")
     number("TAU in absent", int(length), low=1, whole=True)
 

@@ -40,6 +40,8 @@ class Even(Rule):
         largest = losses.max()
         if largest == 0.0:
             return Weights(np.zeros(round.rows), notes=("every loss is zero: the update is zero",))
-        coefficients, notes = proportional_descent(round, (losses / largest) ** self.gamma, self.ridge)
+        coefficients, notes = proportional_descent(
+            round, (losses / largest) ** self.gamma, equal_lengths=True, ridge=self.ridge
+        )
         coefficients, more = like_the_mean(round, coefficients)
         return Weights(coefficients, notes=notes + more)

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-from scipy.stats import rankdata
 
 from evenhand.checks import number
 from evenhand.methods.base import Memo, Round, Rule, Weights, spread
@@ -39,7 +38,7 @@ class FedGini(Rule):
         position = np.arange(count)
         by_rank = 1.0 + (1.0 - self.epsilon) * position * (position + 1) / ((count - 1) * count * (count + 1) / 3)
         cumulative = np.append(0.0, np.cumsum(by_rank))
-        first = rankdata(losses, method="min").astype(int) - 1
-        last = rankdata(losses, method="max").astype(int)
+        ascending = np.sort(losses)
+        first, last = np.searchsorted(ascending, losses, "left"), np.searchsorted(ascending, losses, "right")
         weights = (cumulative[last] - cumulative[first]) / (last - first)
         return Weights(spread(round, weights / weights.sum()))

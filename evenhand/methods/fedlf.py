@@ -19,7 +19,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from evenhand.checks import EvenhandError
+from evenhand.checks import flag
 from evenhand.geometry import Floats
 from evenhand.methods.base import Memo, Round, Rule, Weights, check_absent, combined_length, unit
 from evenhand.solvers import MinNorm, min_norm
@@ -40,8 +40,7 @@ class FedLF(Rule):
 
     def __post_init__(self) -> None:
         for name in ("normalise", "fair", "join"):
-            if not isinstance(getattr(self, name), bool):
-                raise EvenhandError(f"{name}={getattr(self, name)!r} must be True or False")
+            flag(name, getattr(self, name))
         check_absent(self.absent)
 
     def weigh(self, round: Round, memo: Memo) -> Weights:

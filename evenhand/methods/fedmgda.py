@@ -49,6 +49,8 @@ class FedMGDAPlus(Rule):
         reference = np.zeros(round.rows)
         reference[: round.present] = reference_weights(round, self.reference)
         reference = np.where(moving, reference, 0.0)
+        if reference.sum() == 0.0:  # nobody who counts by size has moved
+            reference[: round.present] = moving[: round.present]
         if reference.sum() == 0.0:
             return Weights(np.zeros(round.rows), notes=("every present update is zero: the update is zero",))
         reference /= reference.sum()

@@ -16,7 +16,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from evenhand.checks import number
+from evenhand.checks import flag, number
 from evenhand.methods.base import Ask, Memo, Round, ServerStep, Weights
 
 Applied = tuple[list[Tensor], Memo, tuple[str, ...]]
@@ -85,13 +85,11 @@ class _Adaptive(ServerStep):
 
     eta: float = 0.1
     beta1: float = 0.9
-    beta2: float = 0.99
     tau: float = 1e-3
 
     def __post_init__(self) -> None:
         number("eta", self.eta, low=0.0)
         number("beta1", self.beta1, low=0.0, high=1.0)
-        number("beta2", self.beta2, low=0.0, high=1.0)
         number("tau", self.tau, above=0.0)
 
     def second_moment(self, before: Tensor, square: Tensor) -> Tensor:
@@ -100,7 +98,9 @@ class _Adaptive(ServerStep):
     def rate(self, steps: int) -> float:
         return self.eta
 
-    def apply(self, direction: list[Tensor], memo: Memo, round: Round, weights: Weights, ask: Ask | None) -> Applied:
+    def apply(
+        self, direction: list[Tensor], memo: Memo, round: Round, weights: Weights, ask: Ask | None
+    ) -> Applied:
         steps = int(memo.get("steps", 0)) + 1
         zeros = [torch.zeros_like(tensor) for tensor in direction]
         first, second = memo.get("first") or zeros, memo.get("second") or zeros
@@ -115,9 +115,15 @@ class _Adaptive(ServerStep):
 class FedAdam(_Adaptive):
     """Adam at the server."""
 
+    beta2: float = 0.99
     bias_correction: bool = False
 
     name: ClassVar[str] = "fedadam"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        number("beta2", self.beta2, low=0.0, high=1.0)
+        flag("bias_correction", self.bias_correction)
 
     def second_moment(self, before: Tensor, square: Tensor) -> Tensor:
         return self.beta2 * before + (1.0 - self.beta2) * square
@@ -132,7 +138,14 @@ class FedAdam(_Adaptive):
 class FedYogi(_Adaptive):
     """Yogi at the server: the second moment moves by at most the squared update."""
 
+    eta: float = 0.01
+    beta2: float = 0.99
+
     name: ClassVar[str] = "fedyogi"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        number("beta2", self.beta2, low=0.0, high=1.0)
 
     def second_moment(self, before: Tensor, square: Tensor) -> Tensor:
         return before - (1.0 - self.beta2) * square * torch.sign(before - square)
