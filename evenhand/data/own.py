@@ -1,0 +1,311 @@
+"""The user's own data: a CSV, Parquet or npz file, or a Hugging Face data set."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from evenhand.checks import EvenhandError, near_miss, number
+from evenhand.data.dataset import LOCAL_SPLIT, Dataset
+from evenhand.data.files import read_npz
+from evenhand.data.optional import need
+from evenhand.data.tabular import Table, attributes, holdout, read_csv, split_names, table_dataset, typed
+
+MOST_CLASSES = 1000
+INPUT_NAMES = ("x", "inputs", "data", "images", "features")
+IMAGE_NAMES = ("image", "img", "pixel_values")
+
+
+def own_file(
+    path: Path,
+    *,
+    target: str = "y",
+    client_column: str = "",
+    sensitive: str = "",
+    include_sensitive: bool = True,
+    drop: str | Sequence[str] = (),
+    inputs: str = "",
+    delimiter: str = "",
+    max_levels: int = 200,
+    test: float = 0.2,
+    order: str = "random",
+    seed: int = 0,
+) -> Dataset:
+    """Your own table or arrays, with a target column and perhaps a client column.
+
+    In a table every other column is an input: text columns one-hot, numbers standardised, both fitted on the training
+    rows (`test` of the rows are drawn as the test set; `order="file"`: the last ones; 0: no split, fitted on all).
+    The client column, the `drop` columns and, if not wanted, the sensitive ones are left out. In an npz file `inputs`
+    names the array of inputs, `target` the labels, and other arrays with one value per sample become columns.
+    """
+    if not path.is_file():
+        raise EvenhandError(f"there is no file {path}")
+    if path.suffix == ".npz":
+        return _own_npz(path, target, inputs, client_column)
+    if path.suffix == ".parquet":
+        raw = _read_parquet(path)
+    else:
+        raw = read_csv(path, delimiter=delimiter or ("\t" if path.suffix == ".tsv" else ","))
+    rows, train_rows = holdout(len(raw), test, seed, order)
+    return own_table(
+        path.name,
+        raw.take(rows),
+        target=target,
+        client_column=client_column,
+        sensitive=sensitive,
+        include_sensitive=include_sensitive,
+        drop=drop,
+        max_levels=max_levels,
+        train_rows=train_rows,
+        source=str(path),
+    )
+
+
+def own_table(
+    name: str,
+    raw: Table,
+    *,
+    target: str,
+    client_column: str,
+    sensitive: str,
+    include_sensitive: bool,
+    drop: str | Sequence[str],
+    max_levels: int,
+    train_rows: int | None,
+    source: str,
+) -> Dataset:
+    """A data set from any table: which columns are inputs, which describe the samples, which is the target."""
+    number("max_levels", max_levels, low=2, whole=True)
+    wanted = [target, *split_names(client_column), *split_names(sensitive), *split_names(drop)]
+    for column in wanted:
+        if column not in raw.columns:
+            raise EvenhandError(
+                f"{source} has no column {column!r}{near_miss(column, raw.columns)} (it has {', '.join(raw.columns)})"
+            )
+    labels = _spoken(raw[target])
+    if (labels == "").any():
+        raise EvenhandError(
+            f"{source}: column {target!r} lacks {int((labels == '').sum())} values; a target cannot be missing"
+        )
+    class_names = _in_order(np.unique(labels))
+    if not 2 <= len(class_names) <= MOST_CLASSES:
+        raise EvenhandError(
+            f"{source}: column {target!r} holds {len(class_names)} different values; "
+            f"a target has 2 to {MOST_CLASSES} classes"
+        )
+    table = typed(raw).with_columns({target: labels})
+    hidden = {target, *split_names(client_column), *split_names(drop)}
+    if not include_sensitive:
+        hidden |= set(split_names(sensitive))
+    features = [column for column in table.columns if column not in hidden]
+    for column in features:
+        levels = len(np.unique(table[column])) if table.is_text(column) else 0
+        if levels > max_levels:
+            raise EvenhandError(
+                f"{source}: text column {column!r} holds {levels:,} different values, too many for one-hot inputs; "
+                f"leave it out with drop={column!r}, or raise max_levels={max_levels}"
+            )
+    described = [c for c in table.columns if c != target and (table.is_text(c) or c in split_names(sensitive))]
+    columns = attributes(table, described, sensitive)
+    if client_column:
+        columns[client_column] = columns["client"] = _spoken(raw[client_column])
+    return table_dataset(
+        name,
+        table,
+        target,
+        features,
+        class_names=class_names,
+        train_rows=train_rows,
+        columns=columns,
+        source=source,
+    )
+
+
+def _spoken(values: np.ndarray) -> np.ndarray:
+    """Values as text, whole numbers without a decimal point."""
+    if values.dtype.kind == "f":
+        whole = values[~np.isnan(values)]
+        if (whole == np.round(whole)).all():
+            return np.array(["" if np.isnan(value) else str(int(value)) for value in values])
+    return values.astype(str)
+
+
+def _in_order(words: np.ndarray) -> list[str]:
+    """Class names sorted as numbers when they are numbers."""
+    try:
+        return [str(word) for word in sorted(words, key=float)]
+    except ValueError:
+        return [str(word) for word in words]
+
+
+def _read_parquet(path: Path) -> Table:
+    parquet = need("pyarrow.parquet", f"reading {path.name}")
+    try:
+        content = parquet.read_table(path)
+    except Exception as failure:  # pyarrow has its own hierarchy of errors
+        reason = str(failure).split("\n")[0]
+        raise EvenhandError(f"{path} is truncated or not a Parquet file ({reason})") from failure
+    if content.num_rows == 0:
+        raise EvenhandError(f"{path} holds no rows")
+    return Table({name: plain_column(content.column(name).to_pylist(), name) for name in content.column_names})
+
+
+def plain_column(values: Sequence[Any], name: str) -> np.ndarray:
+    """Python values as a column: numbers and truth values as float64, the rest as text; None is missing."""
+    if all(value is None or isinstance(value, (bool, int, float)) for value in values):
+        return np.array([np.nan if value is None else float(value) for value in values])
+    if any(isinstance(value, (list, dict)) for value in values):
+        raise EvenhandError(f"column {name!r} holds lists or records, not one value per row; leave it out")
+    return np.array(["" if value is None else str(value) for value in values])
+
+
+def _own_npz(path: Path, target: str, inputs: str, client_column: str) -> Dataset:
+    arrays = read_npz(path)
+    key = inputs or next((name for name in INPUT_NAMES if name in arrays), "")
+    for name, said in ((key or "x", "inputs"), (target, "target")):
+        if name not in arrays:
+            raise EvenhandError(f"{path} has no array {name!r} (it has {', '.join(arrays)}); name it with {said}=...")
+    labels = arrays[target]
+    if labels.ndim != 1 or labels.dtype.kind not in "iuU":
+        raise EvenhandError(f"{path}: {target!r} should be one class per sample, it is {labels.shape} {labels.dtype}")
+    names, numbers = np.unique(labels, return_inverse=True)
+    columns = {
+        name: values for name, values in arrays.items() if name not in (key, target) and values.shape == labels.shape
+    }
+    if client_column:
+        if client_column not in columns:
+            raise EvenhandError(f"{path} has no client column {client_column!r} with one value per sample")
+        columns["client"] = columns[client_column]
+    return Dataset(
+        name=path.name,
+        inputs=_as_inputs(arrays[key], str(path)),
+        targets=torch.from_numpy(numbers.astype(np.int64)),
+        classes=len(names),
+        class_names=tuple(map(str, names)),
+        columns=columns,
+        source=str(path),
+    )
+
+
+def _as_inputs(values: np.ndarray, said: str) -> torch.Tensor:
+    """Bytes are pixels and scaled to [0, 1]; other whole numbers are tokens; the rest becomes float32."""
+    if values.dtype == np.uint8:
+        return torch.from_numpy(values).to(torch.float32).div_(255.0)
+    if values.dtype.kind in "iu":
+        return torch.from_numpy(values.astype(np.int64))
+    if values.dtype.kind in "fb":
+        return torch.from_numpy(values.astype(np.float32))
+    raise EvenhandError(f"{said}: inputs of type {values.dtype} cannot be used; give numbers")
+
+
+def hub(
+    name: str,
+    *,
+    config: str = "",
+    input: str = "",
+    target: str = "label",
+    client_column: str = "",
+    sensitive: str = "",
+    include_sensitive: bool = True,
+    drop: str | Sequence[str] = (),
+    max_levels: int = 200,
+) -> Dataset:
+    """Any Hugging Face data set of images or a table.
+
+    `input` names the column of images (or number lists); without one the columns are a table. Its split `train` is
+    the training set and `test` (else `validation`) the official test set. FEMNIST by writer, say, is
+    `load("hub:flwrlabs/femnist", input="image", target="character", client_column="writer_id")`.
+    """
+    library = need("datasets", f"hub:{name}")
+    try:
+        content = library.load_dataset(name, config) if config else library.load_dataset(name)
+    except Exception as failure:  # network, unknown name, scripts no longer supported, ...
+        reason = str(failure).strip().split("\n")[0]
+        raise EvenhandError(f"hub:{name} could not be loaded ({type(failure).__name__}: {reason})") from failure
+    known = list(content)
+    chosen = [split for split in ("train", "test") if split in known] or known[:1]
+    if chosen == ["train"] and "validation" in known:
+        chosen.append("validation")
+    parts = [content[split] for split in chosen]
+    train_rows = len(parts[0]) if len(parts) == 2 else None
+    names = list(parts[0].column_names)
+    source = f"Hugging Face {name}" + (f" ({config})" if config else "") + f": {' + '.join(chosen)}"
+    key = input or next((column for column in IMAGE_NAMES if column in names), "")
+    for column in filter(None, (key, target, client_column)):
+        if column not in names:
+            raise EvenhandError(
+                f"hub:{name} has no column {column!r}{near_miss(column, names)} (it has {', '.join(names)})"
+            )
+    scalar = {
+        column: plain_column([value for part in parts for value in part[column]], column)
+        for column in names
+        if column != key and not _is_nested(parts[0], column)
+    }
+    if target not in scalar:
+        raise EvenhandError(f"hub:{name}: column {target!r} should hold one class per sample")
+    if not key:
+        return own_table(
+            f"hub:{name}",
+            Table(scalar),
+            target=target,
+            client_column=client_column,
+            sensitive=sensitive,
+            include_sensitive=include_sensitive,
+            drop=drop,
+            max_levels=max_levels,
+            train_rows=train_rows,
+            source=source,
+        )
+    labels = _spoken(scalar.pop(target))
+    class_names = _in_order(np.unique(labels))
+    columns: dict[str, np.ndarray] = {column: _spoken(values) for column, values in scalar.items()}
+    if client_column:
+        columns["client"] = columns[client_column]
+    index = {word: place for place, word in enumerate(class_names)}
+    return Dataset(
+        name=f"hub:{name}",
+        inputs=_stacked([value for part in parts for value in part[key]], f"hub:{name}, column {key!r}"),
+        targets=torch.tensor([index[word] for word in labels], dtype=torch.int64),
+        classes=len(class_names),
+        class_names=_hub_names(parts[0], target, class_names),
+        train_rows=train_rows,
+        columns=columns,
+        source=source,
+        split=LOCAL_SPLIT,
+    )
+
+
+def _is_nested(part: Any, column: str) -> bool:
+    """Whether a column holds anything but one number or text per sample."""
+    return len(part) > 0 and not isinstance(part[0][column], (str, bool, int, float, type(None)))
+
+
+def _hub_names(part: Any, target: str, numbers: Sequence[str]) -> tuple[str, ...]:
+    """The class names the hub knows for the label numbers, where it knows them."""
+    features: Mapping[str, Any] = getattr(part, "features", None) or {}
+    names = getattr(features.get(target), "names", None)
+    if names and all(number.isdigit() and int(number) < len(names) for number in numbers):
+        return tuple(names[int(number)] for number in numbers)
+    return tuple(numbers)
+
+
+def _stacked(values: Sequence[Any], said: str) -> torch.Tensor:
+    """Pictures (height x width x channels, or height x width) or lists of numbers, as one tensor."""
+    if isinstance(values[0], str):
+        raise EvenhandError(f"{said} holds text; turn it into numbers first and give an npz file")
+    pieces = [np.asarray(value) for value in values]
+    if len({piece.shape for piece in pieces}) != 1:
+        shapes = sorted({piece.shape for piece in pieces})[:3]
+        raise EvenhandError(f"{said} holds inputs of different shapes ({', '.join(map(str, shapes))}, ...)")
+    stacked = np.stack(pieces)
+    if stacked.dtype == np.uint8 and stacked.ndim == 3:
+        stacked = stacked[:, None]
+    elif stacked.dtype == np.uint8 and stacked.ndim == 4:
+        stacked = np.ascontiguousarray(stacked.transpose(0, 3, 1, 2))
+    elif stacked.dtype.kind in "iu" and stacked.dtype != np.uint8:
+        stacked = stacked.astype(np.float32)
+    return _as_inputs(stacked, said)
