@@ -15,6 +15,7 @@ from evenhand.checks import EvenhandError, choice, near_miss, number
 from evenhand.geometry import Floats, Layers, Layout, Updates, combine, cross, gram, read_updates, restore
 from evenhand.methods import Method, method
 from evenhand.methods.base import Client, Memo, Round
+from evenhand.solvers import calm_blas
 from evenhand.state import SLACK, Memory, Sent, State, window_of
 
 CANCELLATION = 1e3  # terms this much longer than their sum are added up in float64
@@ -195,7 +196,8 @@ def aggregate(
         globals=overall,
         layers=given.layout.blocks,
     )
-    weights = chosen.rule.weigh(moment, state.rule_memo if state is not None else {})
+    with calm_blas(moment.rows):
+        weights = chosen.rule.weigh(moment, state.rule_memo if state is not None else {})
     coefficients = np.broadcast_to(weights.coefficients, (len(products), moment.rows)).copy()
     past = [(rows, _placed(coefficients[:, len(present) + among], at, len(rows))) for rows, among, at in pieces]
     direction = combine(coefficients[:, : len(present)], here, past, precise=_cancels(moment, coefficients))

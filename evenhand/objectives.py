@@ -51,3 +51,19 @@ class ClientMomentum(Objective):
 
     def __post_init__(self) -> None:
         number("client_momentum", self.client_momentum, low=0.0, high=1.0)
+
+
+@dataclass(frozen=True)
+class Personal(Objective):
+    """Ditto (Li et al., ICML 2021, Algorithm 1): besides the shared model every client trains one of its own.
+
+    The personal model v_k takes the same local steps with a pull lam (v_k - theta) towards the received model,
+    and is the one that serves (and is evaluated on) the client.
+    """
+
+    lam: float = 1.0
+
+    name: ClassVar[str] = "personal"
+
+    def __post_init__(self) -> None:
+        number("lam", self.lam, low=0.0)

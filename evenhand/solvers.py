@@ -11,7 +11,9 @@ the check fails, and the answer says which one was used and how well it did.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -22,10 +24,26 @@ from evenhand.checks import EvenhandError
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
+CALM = 300  # rows up to which numpy's BLAS does with one thread
 LARGE = 150  # rows above which an active set is slower than the alternatives
 RIDGE = 1e-8  # on rows of unit length; DAQP fails on the barely definite matrices of smaller ones
 SHARP = 1e-13  # a gap that needs no further work
 TOLERANCE = 1e-9  # accepted optimality gap, relative to the shortest row (or the answer, where that is longer)
+
+
+@cache
+def _blas() -> Any:
+    try:
+        from threadpoolctl import ThreadpoolController
+    except ImportError:  # it only saves time
+        return None
+    return ThreadpoolController().select(user_api="blas")
+
+
+def calm_blas(rows: int) -> AbstractContextManager[Any]:
+    """One thread for numpy's BLAS while matrices are small: idle BLAS threads spin, and slow torch's own down."""
+    controller = _blas() if rows <= CALM else None
+    return nullcontext() if controller is None else controller.limit(limits=1)
 
 
 @dataclass(frozen=True)
@@ -146,13 +164,13 @@ class _Problem:
 
 
 def _candidates(name: str, problem: _Problem, point: Floats) -> Iterator[tuple[str, Floats]]:
-    """A solver's point, and the exact points of its active set: the ridge biases the first but not the others.
+    """The exact point of the solver's active set, which has no ridge's bias, and last the solver's own point.
 
     Gaussian elimination is tried before least squares, which is needed only where the active rows are dependent.
     """
-    yield name, point
     inner = (point > problem.low + 1e-9) & (point < problem.high - 1e-9)
     if not inner.any():
+        yield name, point
         return
     fixed = np.where(inner, 0.0, point)
     costs = problem.costs[inner]
@@ -170,6 +188,7 @@ def _candidates(name: str, problem: _Problem, point: Floats) -> Iterator[tuple[s
     polished = point.copy()
     polished[inner] = scipy.linalg.lstsq(system, right, cond=1e-14, lapack_driver="gelsy", check_finite=False)[0][:-1]
     yield f"{name} polished", polished
+    yield name, point
 
 
 Solver = Callable[[_Problem], Floats | None]

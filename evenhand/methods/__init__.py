@@ -24,7 +24,7 @@ from evenhand.methods.mfairfl import MFairFL
 from evenhand.methods.qffl import QFFL
 from evenhand.methods.server import Average, FedAdagrad, FedAdam, FedYogi, Momentum, Plain
 from evenhand.methods.term import TERM
-from evenhand.objectives import ClientMomentum, PlainRisk, Proximal
+from evenhand.objectives import ClientMomentum, Personal, PlainRisk, Proximal
 
 Part = TypeVar("Part", Objective, Rule, ServerStep)
 Settings = Mapping[str, Any]
@@ -92,13 +92,14 @@ def _spoken(part: Any) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in _values(part).items())
 
 
-OBJECTIVES: dict[str, Objective] = {part.name: part for part in (PlainRisk(), Proximal(), ClientMomentum())}
+OBJECTIVES: dict[str, Objective] = {part.name: part for part in (PlainRisk(), Proximal(), ClientMomentum(), Personal())}
 
 SERVERS: dict[str, ServerStep] = {
     part.name: part
     for part in (Plain(), Momentum(), Average(), FedAdam(), FedYogi(), FedAdagrad(), FedFaMomentum(), LineSearch())
 }
 
+DITTO = "FedAvg, and a personal model for every client that is pulled towards the shared one."
 FEDPROX = "FedAvg whose clients stay near the received model."
 FEDOPT = "FedAvg's mean, applied by {} at the server."
 
@@ -108,6 +109,7 @@ METHODS: dict[str, Method] = {
         Method("even", Even()),
         Method("fedavg", FedAvg()),
         Method("fedprox", FedAvg(), objective=Proximal(), summary=FEDPROX, paper="Li et al., MLSys 2020"),
+        Method("ditto", FedAvg("uniform"), objective=Personal(), summary=DITTO, paper="Li et al., ICML 2021"),
         Method("qffl", QFFL()),
         Method("afl", AFL(), server=Average()),
         Method("term", TERM()),

@@ -59,7 +59,9 @@ class AdaFed(Rule):
         square = round.length(coefficients) ** 2
         met = round.total @ coefficients
         if square == 0.0 or met @ falls <= 1e-3 * np.linalg.norm(met) * np.linalg.norm(falls):
-            return Weights(np.zeros(round.rows), notes=(*notes, "no direction lowers the losses so: the update is zero"))
+            return Weights(
+                np.zeros(round.rows), notes=(*notes, "no direction lowers the losses so: the update is zero")
+            )
         unit_of_loss = largest**self.gamma if self.gamma > 0.0 else 1.0
         return Weights(coefficients / (square * unit_of_loss), notes=notes)
 

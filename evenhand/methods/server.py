@@ -98,9 +98,7 @@ class _Adaptive(ServerStep):
     def rate(self, steps: int) -> float:
         return self.eta
 
-    def apply(
-        self, direction: list[Tensor], memo: Memo, round: Round, weights: Weights, ask: Ask | None
-    ) -> Applied:
+    def apply(self, direction: list[Tensor], memo: Memo, round: Round, weights: Weights, ask: Ask | None) -> Applied:
         steps = int(memo.get("steps", 0)) + 1
         zeros = [torch.zeros_like(tensor) for tensor in direction]
         first, second = memo.get("first") or zeros, memo.get("second") or zeros

@@ -1,0 +1,147 @@
+"""One workload, ours beside the bare matrix products and a plain PyTorch loop, in one run.
+
+60,000 samples of 784 features, 100 clients with two classes each (80/20 local split), MLP 784-200-200-10, 10 clients a
+round, one epoch of batches of 50 (and one full-batch step), lr 0.1. Milliseconds a round without evaluation.
+
+    python benchmarks/simulation.py [--device cuda] [--rounds 40]
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import itertools
+from time import perf_counter
+
+import numpy as np
+import torch
+from machine import provenance, wait
+from torch import nn
+
+from evenhand.data import Dataset, Partition, partition
+from evenhand.engine.batches import plan
+from evenhand.engine.sampling import Sampling
+from evenhand.engine.simulation import Replica, Settings, Simulation
+from evenhand.engine.training import LocalWork, Shape
+from evenhand.methods import method
+from evenhand.models import build
+from evenhand.streams import stream
+
+METHODS = ["fedavg", "qffl:q=1", "fedfv", "adafed", "even", "fedlf", "mfairfl"]
+SAMPLING = Sampling(cohort=10)
+
+
+def workload() -> tuple[Dataset, Partition]:
+    generator = torch.Generator().manual_seed(0)
+    targets = torch.arange(60_000) % 10
+    centres = torch.randn(10, 784, generator=generator)
+    inputs = centres[targets] + 4.0 * torch.randn(60_000, 784, generator=generator)
+    dataset = Dataset(name="benchmark", inputs=inputs, targets=targets, classes=10)
+    return dataset, partition(dataset, "pat:2", clients=100, seed=0)
+
+
+def simulation(
+    dataset: Dataset, parted: Partition, name: str, batch: int | None, seeds: int, device: str
+) -> Simulation:
+    module = build("mlp", (784,), 10, seed=0)
+    start = Shape.of(module).flat(module).to(device)
+    replicas = [Replica(seed, method(name), parted, start.clone()) for seed in range(seeds)]
+    settings = Settings(10**6, LocalWork(batch_size=batch), SAMPLING, eval_every=10**6, descent=False)
+    return Simulation(dataset, module, replicas, settings, torch.device(device))
+
+
+def ours(made: Simulation, rounds: int, device: str) -> float:
+    """Median time of a round, after a few that warm up (and fill the memory of absent clients)."""
+    made.run(until=12)
+    times = []
+    for _ in range(rounds):
+        start = perf_counter()
+        made.run(until=made.round + 1)
+        wait(device)
+        times.append(perf_counter() - start)
+    return float(np.median(times))
+
+
+def bare_products(parted: Partition, batch: int | None, rounds: int, device: str) -> float:
+    """The matrix products of forward and backward alone, over the cohort at once."""
+    widths = [784, 200, 200, 10]
+    samples = [parted.train[k] for k in range(10)]
+    steps = plan(samples, epochs=np.ones(10), batch_size=batch, rng=stream(0, "batches"))
+    weights = [torch.randn(10, b, a, device=device) for a, b in itertools.pairwise(widths)]
+    activations = [torch.randn(10, steps.indices.shape[2], width, device=device) for width in widths]
+
+    def work() -> None:
+        for _ in range(len(steps.indices)):
+            for depth, weight in enumerate(weights):
+                torch.bmm(activations[depth], weight.transpose(1, 2))
+                torch.bmm(activations[depth + 1].transpose(1, 2), activations[depth])
+                if depth:
+                    torch.bmm(activations[depth + 1], weight)
+
+    return _median(work, rounds, device)
+
+
+def plain_loop(dataset: Dataset, parted: Partition, batch: int | None, rounds: int, device: str) -> float:
+    """What most people write: one client after another, an optimiser each, then the average of the models."""
+    model = build("mlp", (784,), 10, seed=0).to(device)
+    inputs, targets = dataset.inputs.to(device), dataset.targets.to(device)
+    number = iter(range(10**6))
+
+    def work() -> None:
+        asked = SAMPLING.draw(0, next(number), parted.train.sizes)
+        states, sizes = [], []
+        for client in asked:
+            local = copy.deepcopy(model)
+            optimiser = torch.optim.SGD(local.parameters(), lr=0.1)
+            own = torch.from_numpy(parted.train[client]).to(device)
+            own = own[torch.randperm(len(own), device=device)]
+            for piece in own.split(batch or len(own)):
+                optimiser.zero_grad()
+                nn.functional.cross_entropy(local(inputs[piece]), targets[piece]).backward()
+                optimiser.step()
+            states.append(local.state_dict())
+            sizes.append(len(own))
+        shares = [size / sum(sizes) for size in sizes]
+        model.load_state_dict(
+            {name: sum(share * state[name] for share, state in zip(shares, states, strict=True)) for name in states[0]}
+        )
+
+    return _median(work, rounds, device)
+
+
+def _median(work: object, rounds: int, device: str) -> float:
+    times = []
+    for _ in range(rounds + 2):
+        start = perf_counter()
+        work()  # type: ignore[operator]
+        wait(device)
+        times.append(perf_counter() - start)
+    return float(np.median(times[2:]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--rounds", type=int, default=30)
+    arguments = parser.parse_args()
+    device, rounds = arguments.device, arguments.rounds
+    dataset, parted = workload()
+    print(provenance(device))
+    print("\n| what | batches of 50, ms | full batch, ms |\n|---|---|---|")
+    rows = {
+        "bare matrix products": lambda batch: bare_products(parted, batch, rounds, device),
+        "plain PyTorch loop": lambda batch: plain_loop(dataset, parted, batch, rounds, device),
+    }
+    for name in METHODS:
+        rows[f"evenhand, {name}"] = lambda batch, name=name: ours(
+            simulation(dataset, parted, name, batch, 1, device), rounds, device
+        )
+    rows["evenhand, fedavg, five seeds at once"] = lambda batch: ours(
+        simulation(dataset, parted, "fedavg", batch, 5, device), rounds, device
+    )
+    for label, measure in rows.items():
+        print(f"| {label} | {1e3 * measure(50):.1f} | {1e3 * measure(None):.1f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

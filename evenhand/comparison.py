@@ -1,0 +1,445 @@
+"""Several methods on the same partitions, initial models, cohorts and batches, over several seeds, in one table.
+
+Each method is an ordinary run (all its seeds at once) in a folder of its own, which `evenhand run` repeats to the same
+numbers. Everything random follows from the seed alone, so the seeds are paired across methods.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from evenhand import storage
+from evenhand.checks import EvenhandError
+from evenhand.experiment import Experiment, chosen_experiment, load_data, load_runs, resume, run
+from evenhand.fairness import PairedTest, paired_test
+from evenhand.folders import (
+    CHECKPOINT_EVERY,
+    COMPARISON,
+    REPORT,
+    SUMMARY,
+    TABLES,
+    ComparisonFolder,
+    Progress,
+    RunFolder,
+    file_name,
+    sweep,
+    write_json,
+    writing,
+)
+from evenhand.methods import METHODS, Method, method
+from evenhand.runs import Runs, pandas_or_hint
+from evenhand.toml import read_toml, to_toml
+
+SEEDS = 5
+CONFIDENCE = 0.95
+FIRST_MARK, BEST_MARK = "*", "†"
+
+
+@dataclass(frozen=True)
+class Column:
+    """One measure of the table: how it is headed and written, and which way is better."""
+
+    measure: str
+    title: str
+    scale: float
+    digits: int
+    higher: bool
+
+    @property
+    def head(self) -> str:
+        return f"{self.title} {'↑' if self.higher else '↓'}"
+
+
+def columns(clients: int) -> list[Column]:
+    """The papers' columns; of few clients, 5% is one."""
+    few = "client" if int(clients * 0.05 + 1e-9) <= 1 else "5%"
+    return [
+        Column("mean", "mean accuracy", 100.0, 1, True),
+        Column("std_pp", "std (pp)", 1.0, 1, False),
+        Column("worst", f"worst {few}", 100.0, 1, True),
+        Column("best", f"best {few}", 100.0, 1, True),
+        Column("angle_degrees", "angle (°)", 1.0, 1, False),
+    ]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One measure of one method over the seeds, beside the first method's and the best one's."""
+
+    values: np.ndarray[Any, np.dtype[np.float64]]
+    column: Column
+    bold: bool
+    first: PairedTest | None  # None: it is the first
+    best: PairedTest | None  # None: it is the best
+
+    @property
+    def mean(self) -> float:
+        return float(self.values.mean())
+
+    @property
+    def spread(self) -> float | None:
+        return float(self.values.std(ddof=1)) if len(self.values) > 1 else None
+
+    @property
+    def marks(self) -> str:
+        against = ((self.first, FIRST_MARK), (self.best, BEST_MARK))
+        return "".join(mark for test, mark in against if test is not None and test.significant)
+
+    def number(self) -> str:
+        return f"{self.mean * self.column.scale:.{self.column.digits}f}"
+
+    def plus_minus(self) -> str:
+        return "" if self.spread is None else f"{self.spread * self.column.scale:.{self.column.digits}f}"
+
+
+class Comparison:
+    """The runs of several methods, and the table they give."""
+
+    def __init__(self, experiment: Experiment, runs: Mapping[str, Runs], folder: Path | None = None) -> None:
+        self.experiment = experiment
+        self.runs = dict(runs)
+        """By method, as it was written."""
+        self.folder = folder
+        self.confidence = CONFIDENCE
+
+    def __repr__(self) -> str:
+        place = "" if self.folder is None else f", in {str(self.folder)!r}"
+        return f"<Comparison of {', '.join(self.runs)}{place}>"
+
+    def __str__(self) -> str:
+        return self.markdown()
+
+    @property
+    def first(self) -> str:
+        return next(iter(self.runs))
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        return self.experiment.seeds
+
+    @property
+    def clients(self) -> int:
+        return len(self.runs[self.first][0].names)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return tuple(f"{label}: {note}" for label, runs in self.runs.items() for note in runs.notes)
+
+    @cached_property
+    def columns(self) -> list[Column]:
+        return columns(self.clients)
+
+    @cached_property
+    def cells(self) -> dict[str, list[Cell]]:
+        """One row of cells a method."""
+        rows: dict[str, list[Cell]] = {label: [] for label in self.runs}
+        for column in self.columns:
+            values = {label: runs.measured(column.measure) for label, runs in self.runs.items()}
+            means = {label: float(of_seeds.mean()) for label, of_seeds in values.items()}
+            best = (max if column.higher else min)(means, key=lambda label: means[label])
+            shown = {label: f"{mean * column.scale:.{column.digits}f}" for label, mean in means.items()}
+            for label, of_seeds in values.items():
+                rows[label].append(
+                    Cell(
+                        of_seeds,
+                        column,
+                        bold=shown[label] == shown[best],
+                        first=self._test(of_seeds, values[self.first]) if label != self.first else None,
+                        best=self._test(of_seeds, values[best]) if label != best else None,
+                    )
+                )
+        return rows
+
+    def _test(self, a: Any, b: Any) -> PairedTest:
+        return paired_test(a, b, confidence=self.confidence)
+
+    # ---- tables
+
+    def words(self) -> list[str]:
+        """What stands under the table."""
+        over = f"mean ± standard deviation over {len(self.seeds)} seeds" if len(self.seeds) > 1 else "one seed"
+        lines = [f"{self.clients} clients, each on its own test data; accuracies in percent, {over}; bold is best."]
+        if len(self.seeds) == 1:
+            lines.append("With one seed no difference can be tested; ask for more (--seeds 5).")
+            return lines
+        lines.append(
+            f"{FIRST_MARK} differs from {self.first}, {BEST_MARK} from the best of the column, by more than chance "
+            f"explains (paired t-test over the seeds, {self.confidence:.0%}; each by itself, not corrected for their "
+            "number). Without a mark the seeds do not tell the two apart."
+        )
+        return lines
+
+    def markdown(self) -> str:
+        """The table for a README or an issue."""
+        lines = ["| method | " + " | ".join(column.head for column in self.columns) + " |"]
+        lines.append("|---|" + "---:|" * len(self.columns))
+        for label, row in self.cells.items():
+            lines.append(f"| {_markdown(label)} | " + " | ".join(map(_markdown_cell, row)) + " |")
+        return "\n".join([*lines, "", *map(_markdown, self.words())]) + "\n"
+
+    def latex(self) -> str:
+        """The table for a paper; needs the package booktabs."""
+        heads = [
+            _latex(column.title) + (r" $\uparrow$" if column.higher else r" $\downarrow$") for column in self.columns
+        ]
+        lines = [r"\begin{tabular}{l" + "r" * len(heads) + "}", r"\toprule", " & ".join(["method", *heads]) + r" \\"]
+        lines.append(r"\midrule")
+        for label, row in self.cells.items():
+            lines.append(" & ".join([_latex(label), *map(_latex_cell, row)]) + r" \\")
+        comments = [f"% {line}" for line in self.words()]
+        return "\n".join([*comments, *lines, r"\bottomrule", r"\end{tabular}"]) + "\n"
+
+    def csv(self) -> str:
+        """The table's numbers in full: fractions, not percent; p-values of the paired tests beside them."""
+        text = io.StringIO()
+        rows = self._rows()
+        table = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+        table.writeheader()
+        table.writerows(rows)
+        return text.getvalue()
+
+    @property
+    def table(self) -> Any:
+        """The same numbers as a pandas frame, one row a method."""
+        return pandas_or_hint().DataFrame(self._rows()).set_index("method")
+
+    @property
+    def tests(self) -> Any:
+        """Every paired test as a row of a pandas frame: method, measure, against, difference, interval, p."""
+        rows = []
+        for label, row in self.cells.items():
+            for cell in row:
+                for against, test in (("first", cell.first), ("best", cell.best)):
+                    if test is not None:
+                        low, high = test.interval or (None, None)
+                        entry = {"method": label, "measure": cell.column.measure, "against": against}
+                        found = {"difference": test.difference, "low": low, "high": high, "p": test.p}
+                        rows.append({**entry, **found, "significant": test.significant, "note": test.note})
+        return pandas_or_hint().DataFrame(rows)
+
+    def _rows(self) -> list[dict[str, Any]]:
+        rows = []
+        for label, row in self.cells.items():
+            entry: dict[str, Any] = {"method": label}
+            for cell in row:
+                name = cell.column.measure
+                entry |= {name: cell.mean, f"{name}_sd": cell.spread}
+                entry |= {f"{name}_p_first": cell.first.p if cell.first else None}
+                entry |= {f"{name}_p_best": cell.best.p if cell.best else None}
+            rows.append(entry)
+        return rows
+
+    def summary(self) -> dict[str, Any]:
+        """Everything in plain values (JSON)."""
+        return {
+            "setting": self.experiment.setting(),
+            "clients": self.clients,
+            "confidence": self.confidence,
+            "table": self._rows(),
+            "methods": {label: runs.summary() for label, runs in self.runs.items()},
+        }
+
+    def export(self, path: str | Path) -> Path:
+        """Write the table; the suffix says how: .md, .tex or .csv."""
+        text: str = getattr(self, table_form(path))()
+        with writing(Path(path)):
+            storage.write_bytes(path, text.encode())
+        return Path(path)
+
+    def report(self, path: str | Path | None = None) -> Path:
+        """Write a page about the comparison that needs nothing else to be read; default: into its folder."""
+        from evenhand.report import write_comparison
+
+        return write_comparison(self, path or (self.folder or Path()) / REPORT)
+
+
+def table_form(path: str | Path) -> str:
+    """The form that a file's suffix asks for."""
+    forms = {".md": "markdown", ".tex": "latex", ".csv": "csv"}
+    if Path(path).suffix not in forms:
+        raise EvenhandError(f"a table is written as {', '.join(forms)}, not as {str(path)!r}")
+    return forms[Path(path).suffix]
+
+
+def _markdown_cell(cell: Cell) -> str:
+    number = f"**{cell.number()}**" if cell.bold else cell.number()
+    spread = f" ± {cell.plus_minus()}" if cell.plus_minus() else ""
+    return f"{number}{spread}{_markdown(cell.marks)}"
+
+
+def _markdown(text: str) -> str:
+    return text.replace("|", r"\|").replace("*", r"\*")
+
+
+def _latex_cell(cell: Cell) -> str:
+    number = rf"\textbf{{{cell.number()}}}" if cell.bold else cell.number()
+    spread = rf" $\pm$ {cell.plus_minus()}" if cell.plus_minus() else ""
+    marks = cell.marks.replace(BEST_MARK, r"\dagger ").strip()
+    return f"{number}{spread}" + (f"$^{{{marks}}}$" if marks else "")
+
+
+def _latex(text: str) -> str:
+    special = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "°": r"$^\circ$"}
+    return "".join(special.get(sign) or (f"\\{sign}" if sign in "%&#$_{}" else sign) for sign in text)
+
+
+# --------------------------------------------------------------------------------------------------------- running
+
+
+def compare(
+    *methods: str | Method | Mapping[str, Any] | Sequence[str | Method],
+    experiment: Experiment | None = None,
+    out: str | Path | None = None,
+    force: bool = False,
+    checkpoint_every: float = CHECKPOINT_EVERY,
+    progress: Progress | None = None,
+    **settings: Any,
+) -> Comparison:
+    """Run several methods on the same partitions, initial models, cohorts and batches; five seeds by default.
+
+    Args:
+        methods: names with settings ("fedfv:alpha=0.1,tau=10") or methods; differences are tested against the first.
+        experiment, settings: what to run, as in `simulate`, without a method.
+        out, force, checkpoint_every, progress: as in `simulate`; the folder holds one run folder a method.
+
+    >>> comparison = compare("fedavg", "qffl:q=1", rounds=3, seeds=2)
+    >>> list(comparison.runs)
+    ['fedavg', 'qffl:q=1']
+    """
+    chosen_methods = labelled(methods)
+    for name in settings:
+        if name.partition(".")[0] == "method":
+            raise EvenhandError(
+                f"{name}: a comparison takes each method's settings with its name, as in fedfv:alpha=0.2"
+            )
+    if experiment is None:
+        settings = {"seeds": SEEDS, **settings}
+    chosen = chosen_experiment(experiment, settings)
+    if out is None:
+        return _play(chosen, chosen_methods, None, checkpoint_every, progress)
+    folder = ComparisonFolder(out)
+    with folder.claimed(force=force):
+        dataset = load_data(chosen)  # a wrong name is found before anything is written
+        with writing(folder.path):
+            folder.clear()
+            folder.describe(_description(chosen, chosen_methods))
+        return _play(chosen, chosen_methods, folder, checkpoint_every, progress, dataset)
+
+
+def resume_comparison(
+    out: str | Path, *, checkpoint_every: float = CHECKPOINT_EVERY, progress: Progress | None = None
+) -> Comparison:
+    """Continue a comparison that was cut short; finished methods are read back."""
+    folder = ComparisonFolder(out)
+    folder.must_be_started()
+    if folder.finished:
+        return load_comparison(out)
+    with folder.locked():
+        chosen, methods = read_description(folder.path / COMPARISON)
+        return _play(chosen, methods, folder, checkpoint_every, progress)
+
+
+def load_comparison(out: str | Path) -> Comparison:
+    """The comparison in a folder, as far as it has got: methods that have not begun are left out."""
+    folder = ComparisonFolder(out)
+    folder.must_be_started()
+    chosen, methods = read_description(folder.path / COMPARISON)
+    places = {label: folder.path / name for label, name in _places(methods).items()}
+    runs = {label: load_runs(place) for label, place in places.items() if RunFolder(place).finished}
+    if not runs:
+        raise EvenhandError(f"no method of {str(folder.path)!r} is finished yet; {folder.command} goes on")
+    return Comparison(chosen, runs, folder.path)
+
+
+def labelled(methods: Sequence[Any]) -> dict[str, Method]:
+    """Methods by the words that name them."""
+    if len(methods) == 1 and isinstance(methods[0], (list, tuple)):
+        methods = methods[0]
+    if len(methods) == 1 and isinstance(methods[0], Mapping) and "name" not in methods[0]:
+        return {str(label): method(entry) for label, entry in methods[0].items()}
+    if len(methods) < 2:
+        raise EvenhandError(f"a comparison needs at least two methods, not {len(methods)}")
+    found: dict[str, Method] = {}
+    for given in methods:
+        chosen = method(given)
+        label = "".join(given.split()) if isinstance(given, str) else _label(chosen)
+        if label in found:
+            raise EvenhandError(f"the method {label!r} is given twice")
+        found[label] = chosen
+    return found
+
+
+def _label(chosen: Method) -> str:
+    """The name, and the settings that are not the named method's own."""
+    known = METHODS.get(chosen.name)
+    changed = []
+    for part in ("rule", "server", "objective"):
+        here = chosen.to_dict()[part]
+        there = known.to_dict()[part] if known else {}
+        changed += [f"{name}={value}" for name, value in here.items() if there.get(name, ...) != value]
+    return chosen.name + (":" + ",".join(changed) if changed else "")
+
+
+def _description(chosen: Experiment, methods: Mapping[str, Method]) -> str:
+    values = chosen.to_dict()
+    del values["method"]
+    return to_toml({**values, "methods": {label: entry.to_dict() for label, entry in methods.items()}})
+
+
+def read_description(path: str | Path) -> tuple[Experiment, dict[str, Method]]:
+    """What a comparison's file describes; a plain experiment's file describes no methods."""
+    values = read_toml(path)
+    listed = values.pop("methods", {})
+    if isinstance(listed, list):
+        return Experiment.from_dict(values), labelled(listed)
+    if not isinstance(listed, Mapping):
+        raise EvenhandError(f"methods in {str(path)!r} must be a list of names or a table by name")
+    return Experiment.from_dict(values), {label: method(entry) for label, entry in listed.items()}
+
+
+def _places(methods: Mapping[str, Method]) -> dict[str, str]:
+    """A folder name for every method."""
+    names: dict[str, str] = {}
+    for label in methods:
+        name = file_name(label)
+        while name in names.values():
+            name += "-again"
+        names[label] = name
+    return names
+
+
+def _play(
+    chosen: Experiment,
+    methods: Mapping[str, Method],
+    folder: ComparisonFolder | None,
+    every: float,
+    progress: Progress | None,
+    dataset: Any = None,
+) -> Comparison:
+    dataset = dataset or load_data(chosen)
+    places = _places(methods)
+    runs: dict[str, Runs] = {}
+    for label, entry in methods.items():
+        one = replace(chosen, method=entry)
+        place = None if folder is None else RunFolder(folder.path / places[label], folder.command)
+        if place is not None and place.started:
+            runs[label] = resume(place, checkpoint_every=every, progress=progress, label=label, dataset=dataset)
+        else:
+            runs[label] = run(one, place, every=every, progress=progress, label=label, dataset=dataset)
+    found = Comparison(chosen, runs, None if folder is None else folder.path)
+    if folder is not None:
+        with writing(folder.path, f"put that right and go on with: {folder.command}"):
+            for name in TABLES:
+                found.export(folder.path / name)
+            found.report(folder.path / REPORT)
+            write_json(folder.path / SUMMARY, found.summary())
+            sweep(folder.path)
+    return found

@@ -1,0 +1,1 @@
+"""The simulator: cohort packing, local training, the round loop, checkpoints."""

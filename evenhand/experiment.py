@@ -1,0 +1,421 @@
+"""What to run: a validated description that can be written down, and the runs it gives.
+
+An experiment names data, partition, model, method, local work and sampling. `simulate` runs it, for one seed or
+several at once, in memory or into a folder; `resume` continues a run that was cut short; `load_runs` reads one back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from evenhand.checks import EvenhandError, choice, flag, near_miss, number
+from evenhand.data import SUFFIXES, Dataset, Partition, load, partition
+from evenhand.engine.sampling import Sampling
+from evenhand.engine.simulation import Replica, Settings, Simulation
+from evenhand.engine.training import LocalWork, Shape
+from evenhand.folders import CHECKPOINT_EVERY, DESCRIPTION, Progress, Recorder, RunFolder
+from evenhand.methods import DEFAULT, Method, method
+from evenhand.models import build
+from evenhand.runs import Run, Runs
+from evenhand.toml import read_toml, to_toml
+
+__all__ = [
+    "Experiment",
+    "Run",
+    "Runs",
+    "load_runs",
+    "load_toml",
+    "prepare",
+    "resume",
+    "simulate",
+    "to_toml",
+]
+
+CLIENTS = 30  # where the partition does not know itself
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A full description: the same description gives the same numbers on the same machine."""
+
+    method: Method = field(default_factory=lambda: method(DEFAULT))
+    data: str = "digits"
+    data_dir: str | None = None
+    data_options: Mapping[str, Any] = field(default_factory=dict)
+    partition: str = AUTO  # the data's own clients where it has them, else two classes a client
+    partition_options: Mapping[str, Any] = field(default_factory=dict)
+    clients: int | None = None  # None: what the partition knows itself, else 30
+    split: tuple[float, float, float] | str | None = None  # train, validation, test; None: what the data set asks for
+    model: str = "mlp"
+    model_options: Mapping[str, Any] = field(default_factory=dict)
+    rounds: int = 200
+    work: LocalWork = LocalWork()
+    sampling: Sampling = Sampling(participation=0.2)
+    eval_every: int = 10
+    seeds: tuple[int, ...] = (0,)
+    device: str = AUTO
+    program: str = AUTO
+    descent: bool = True  # measure after each round whose loss fell
+
+    def __post_init__(self) -> None:
+        number("rounds", self.rounds, low=1, whole=True)
+        number("eval_every", self.eval_every, low=1, whole=True)
+        if self.clients is not None:
+            number("clients", self.clients, low=1, whole=True)
+        for seed in self.seeds:
+            number("a seed", seed, low=0, whole=True)
+        if not self.seeds or len(set(self.seeds)) != len(self.seeds):
+            raise EvenhandError(f"seeds={list(self.seeds)} must be different whole numbers, at least one")
+        for name in ("data", "partition", "model", "device", "program"):
+            if not isinstance(getattr(self, name), str):
+                raise EvenhandError(f"{name}={getattr(self, name)!r} must be a name")
+        flag("descent", self.descent)
+
+    def __str__(self) -> str:
+        return f"{self.method.name} on {self.setting()}"
+
+    @property
+    def data_name(self) -> str:
+        return Path(self.data).name if _own_file(self.data) else self.data
+
+    def setting(self) -> str:
+        """Data, clients, model and work in a line: all but the method."""
+        clients = "the clients" if self.clients is None else f"{self.clients} clients"
+        share = f"{100 * self.sampling.participation:g}%" if self.sampling.cohort is None else str(self.sampling.cohort)
+        batch = "full batch" if self.work.batch_size is None else f"batch {self.work.batch_size}"
+        words = [
+            self.data_name,
+            *([] if self.partition == AUTO else [self.partition]),
+            f"{share} of {clients} a round",
+            self.model,
+            f"{self.rounds:,} rounds",
+            "1 epoch" if self.work.epochs == 1 else f"{self.work.epochs} epochs",
+            batch,
+            f"lr {self.work.lr:g}",
+        ]
+        return ", ".join(words)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, nested by part; `from_dict` gives back an equal experiment."""
+        flat = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        flat["method"] = self.method.to_dict()
+        flat["work"] = {entry.name: getattr(self.work, entry.name) for entry in fields(self.work)}
+        flat["sampling"] = {entry.name: getattr(self.sampling, entry.name) for entry in fields(self.sampling)}
+        for name in ("data_options", "partition_options", "model_options"):
+            flat[name] = dict(flat[name])
+        split = list(self.split) if isinstance(self.split, tuple) else self.split
+        return flat | {"split": split, "seeds": list(self.seeds)}
+
+    def to_toml(self) -> str:
+        """The file that repeats the run."""
+        return to_toml(self.to_dict())
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Experiment:
+        known = [entry.name for entry in fields(cls)]
+        for name in values:
+            if name not in known:
+                raise EvenhandError(f"an experiment has no entry {name!r}{near_miss(name, known)}")
+        given = dict(values)
+        if "method" in given:
+            given["method"] = _method(given["method"])
+        for name, kind in (("work", LocalWork), ("sampling", Sampling)):
+            if name in given:
+                given[name] = _part(kind, given[name], name)
+        for name in ("data", "data_dir"):
+            if isinstance(given.get(name), Path):
+                given[name] = str(given[name])
+        for name in ("data_options", "partition_options", "model_options"):
+            if not isinstance(given.get(name, {}), Mapping):
+                raise EvenhandError(f"{name}={given[name]!r} must hold options by name")
+        if isinstance(given.get("split"), list):
+            given["split"] = tuple(given["split"])
+        if "seeds" in given:
+            given["seeds"] = _seeds(given["seeds"])
+        return cls(**given)
+
+    def with_settings(self, settings: Mapping[str, Any]) -> Experiment:
+        """Changes by name: `{"method.alpha": 0.2, "work.lr": 0.05, "rounds": 100}`.
+
+        Settings of the local work and of the sampling need no prefix: `{"lr": 0.05, "participation": 0.1}`.
+        """
+        chosen = {_full_name(name): value for name, value in settings.items()}
+        if chosen.get("sampling.cohort") is not None and chosen.get("sampling.participation") is not None:
+            raise EvenhandError("participation and cohort both say how many clients a round asks; give one of them")
+        changed = replace(self, method=_method(chosen.pop("method"))) if "method" in chosen else self
+        for name, value in chosen.items():
+            part, dot, entry = name.partition(".")
+            if part == "method" and dot:
+                changed = replace(changed, method=_with_setting(changed.method, entry, value))
+                continue
+            values = changed.to_dict()
+            if dot and isinstance(values.get(part), dict):
+                values[part] = {**values[part], entry: value}
+                if name == "sampling.participation":
+                    values[part]["cohort"] = None
+            else:
+                values[name] = value
+            changed = Experiment.from_dict(values)
+        return changed
+
+    def torch_device(self) -> torch.device:
+        choice("device", self.device.partition(":")[0], (AUTO, "cpu", "cuda"))
+        if self.device == AUTO:
+            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if self.device.startswith("cuda") and not torch.cuda.is_available():
+            raise EvenhandError("device='cuda' was asked for, but torch sees no CUDA device; use 'cpu' or 'auto'")
+        return torch.device(self.device)
+
+
+SHORT = {
+    **{entry.name: f"work.{entry.name}" for entry in fields(LocalWork)},
+    **{entry.name: f"sampling.{entry.name}" for entry in fields(Sampling)},
+}
+
+
+def _full_name(name: str) -> str:
+    known = [entry.name for entry in fields(Experiment)]
+    if name in SHORT:
+        return SHORT[name]
+    if name.partition(".")[0] not in known:
+        raise EvenhandError(f"an experiment has no setting {name!r}{near_miss(name, [*known, *SHORT])}")
+    return name
+
+
+def _method(given: Any) -> Method:
+    if isinstance(given, Mapping) and "rule" not in given:  # a person's file: [method] name = "fedfv", alpha = 0.2
+        return method(**given)
+    return method(given)
+
+
+def _with_setting(chosen: Method, name: str, value: Any) -> Method:
+    if name == "server":
+        return method(chosen, server=value)
+    if name == "objective":
+        return method(chosen, objective=value)
+    return chosen.with_settings({name: value})
+
+
+def _part(kind: Any, values: Any, name: str) -> Any:
+    if isinstance(values, kind):
+        return values
+    if not isinstance(values, Mapping):
+        raise EvenhandError(f"{name}={values!r} must hold settings by name")
+    known = [entry.name for entry in fields(kind)]
+    for entry in values:
+        if entry not in known:
+            raise EvenhandError(f"{name} has no setting {entry!r}{near_miss(entry, known)} (known: {', '.join(known)})")
+    if values.get("batch_size") == 0:
+        values = {**values, "batch_size": None}
+    return kind(**values)
+
+
+def _seeds(given: Any) -> tuple[int, ...]:
+    """A count (5 means seeds 0 to 4) or the seeds themselves."""
+    if isinstance(given, bool) or not isinstance(given, (int, list, tuple, range)):
+        raise EvenhandError(f"seeds={given!r} must be how many, or the seeds themselves")
+    if isinstance(given, int):
+        number("seeds", given, low=1, whole=True)
+        return tuple(range(given))
+    return tuple(given)
+
+
+def _own_file(data: str) -> bool:
+    return Path(data).suffix in SUFFIXES
+
+
+def load_toml(path: str | Path) -> Experiment:
+    """An experiment from a file that a run wrote (or a person)."""
+    return Experiment.from_dict(read_toml(path))
+
+
+def chosen_experiment(experiment: Experiment | None, settings: Mapping[str, Any]) -> Experiment:
+    """The experiment with settings changed, and paths that hold from any folder."""
+    chosen = (experiment or Experiment()).with_settings(settings)
+    if _own_file(chosen.data):
+        chosen = replace(chosen, data=str(Path(chosen.data).expanduser().absolute()))
+    if chosen.data_dir is not None:
+        chosen = replace(chosen, data_dir=str(Path(chosen.data_dir).expanduser().absolute()))
+    return chosen
+
+
+# ----------------------------------------------------------------------------------------------------- running
+
+
+def prepare(
+    experiment: Experiment, methods: Sequence[Method] | None = None, dataset: Dataset | None = None
+) -> Simulation:
+    """Load the data, draw partitions and initial models, and set up one replica for every method and seed."""
+    dataset = dataset or load_data(experiment)
+    device = experiment.torch_device()
+    replicas, module = [], None
+    parted: dict[int, tuple[Partition, torch.Tensor]] = {}
+    for seed in experiment.seeds:
+        module = build(experiment.model, dataset.shape, dataset.classes, seed=seed, **experiment.model_options)
+        drawn = draw_partition(dataset, experiment, seed)
+        experiment.sampling.count(drawn.clients)  # a cohort that is too large is refused before the first round
+        parted[seed] = (drawn, Shape.of(module).flat(module).to(device))
+    for chosen in methods or [experiment.method]:
+        for seed, (drawn, start) in parted.items():
+            replicas.append(Replica(seed, chosen, drawn, start.clone()))
+    assert module is not None
+    settings = Settings(
+        rounds=experiment.rounds,
+        work=experiment.work,
+        sampling=experiment.sampling,
+        eval_every=experiment.eval_every,
+        descent=experiment.descent,
+        program=experiment.program,
+    )
+    return Simulation(dataset, module, replicas, settings, device)
+
+
+def load_data(experiment: Experiment) -> Dataset:
+    return load(experiment.data, data_dir=experiment.data_dir, **experiment.data_options)
+
+
+def draw_partition(dataset: Dataset, experiment: Experiment, seed: int) -> Partition:
+    """Who holds which samples under a seed."""
+    spec = experiment.partition
+    if spec == AUTO:
+        spec = "natural" if "client" in dataset.columns else "pat:2"
+    clients = experiment.clients
+    if clients is None and not spec.startswith(("natural", "shares")) and "clients=" not in spec:
+        clients = CLIENTS
+    drawn = partition(dataset, spec, clients=clients, seed=seed, split=experiment.split, **experiment.partition_options)
+    if not len(drawn.test.indices):
+        raise EvenhandError(
+            f"no client has test data under {spec!r} with split={experiment.split}, so none can be measured; "
+            "leave a share for testing (split=[0.8, 0, 0.2])"
+        )
+    return drawn
+
+
+def simulate(
+    experiment: Experiment | None = None,
+    *,
+    out: str | Path | None = None,
+    force: bool = False,
+    checkpoint_every: float = CHECKPOINT_EVERY,
+    progress: Progress | None = None,
+    **settings: Any,
+) -> Runs:
+    """Run an experiment for all its seeds at once.
+
+    Args:
+        experiment: what to run; default: digits, two classes a client, 30 clients, the method `even`.
+        out: a folder for everything about the run, from which an interrupted run can be continued; None keeps it in
+            memory alone.
+        force: replace a run that is in the folder already.
+        checkpoint_every: seconds between checkpoints.
+        progress: called after every round.
+        settings: changes to the experiment, by name: method="fedfv:alpha=0.2", data="digits", rounds=200, lr=0.05, ...
+
+    >>> runs = simulate(method="fedavg", rounds=5, seeds=2)
+    >>> [run.seed for run in runs], len(runs[0].accuracies)
+    ([0, 1], 30)
+    """
+    chosen = chosen_experiment(experiment, settings)
+    return run(chosen, None if out is None else RunFolder(out), force=force, every=checkpoint_every, progress=progress)
+
+
+def run(
+    chosen: Experiment,
+    folder: RunFolder | None,
+    *,
+    force: bool = False,
+    every: float = CHECKPOINT_EVERY,
+    progress: Progress | None = None,
+    label: str = "",
+    dataset: Dataset | None = None,
+) -> Runs:
+    """Run an experiment from its start."""
+    number("checkpoint_every", every, low=0.0)
+    if folder is None:
+        return _play(chosen, Recorder(prepare(chosen, dataset=dataset), None, progress=progress, label=label))
+    with folder.claimed(force=force):
+        simulation = prepare(chosen, dataset=dataset)
+        folder.begin(chosen.to_toml(), simulation)
+        return _play(chosen, Recorder(simulation, folder, every=every, progress=progress, label=label))
+
+
+def resume(
+    out: str | Path | RunFolder,
+    *,
+    checkpoint_every: float = CHECKPOINT_EVERY,
+    progress: Progress | None = None,
+    label: str = "",
+    dataset: Dataset | None = None,
+) -> Runs:
+    """Continue a run that was cut short, to the numbers it would have had; a finished one is read back."""
+    number("checkpoint_every", checkpoint_every, low=0.0)
+    folder = out if isinstance(out, RunFolder) else RunFolder(out)
+    folder.must_be_started()
+    if folder.finished:
+        return load_runs(folder.path)
+    with folder.locked():
+        chosen = load_toml(folder.path / DESCRIPTION)
+        simulation = prepare(chosen, dataset=dataset)
+        recorder = Recorder(simulation, folder, every=checkpoint_every, progress=progress, label=label)
+        recorder.restore()
+        return _play(chosen, recorder)
+
+
+def load_runs(out: str | Path) -> Runs:
+    """The runs in a folder, as far as they have got."""
+    folder = RunFolder(out)
+    folder.must_be_started()
+    chosen = load_toml(folder.path / DESCRIPTION)
+    runs = [
+        Run(replace(chosen, seeds=(seed,)), seed, *folder.read(seed), folder=folder.seed(seed)) for seed in chosen.seeds
+    ]
+    return Runs(chosen, runs, folder.path)
+
+
+def _play(chosen: Experiment, recorder: Recorder) -> Runs:
+    recorder.run()
+    folder = recorder.folder
+    runs = Runs(chosen, _runs_of(chosen, recorder), None if folder is None else folder.path)
+    runs.notes = (*recorder.notes, *_notes(recorder.simulation, runs))
+    if folder is not None:
+        recorder.finish(runs)
+    return runs
+
+
+def _notes(simulation: Simulation, runs: Runs) -> list[str]:
+    """What a careful reader of the results should know."""
+    notes = []
+    for replica in simulation.replicas:
+        notes += [f"seed {replica.seed}: {note}" for note in replica.partition.notes]
+    for one in runs:
+        lost = int((~np.isfinite(one.losses) & (one.test_samples > 0)).sum())
+        if lost:
+            notes.append(f"seed {one.seed}: the loss of {lost} clients is not finite; a smaller lr may help")
+    return notes
+
+
+def _runs_of(experiment: Experiment, recorder: Recorder) -> list[Run]:
+    runs, simulation = [], recorder.simulation
+    for replica, record in zip(simulation.replicas, recorder.records, strict=True):
+        shared = simulation.shape.views(replica.evaluated.unsqueeze(0))
+        own = None if replica.personal is None else simulation.shape.views(replica.personal)
+        one = Run(
+            replace(experiment, method=replica.method, seeds=(replica.seed,)),
+            replica.seed,
+            record.names,
+            record.test_samples,
+            record.rounds,
+            record.evaluations,
+            model={name: tensor[0].cpu().clone() for name, tensor in shared.items()},
+            personal=None if own is None else {name: tensor.cpu().contiguous() for name, tensor in own.items()},
+            partition=replica.partition,
+        )
+        runs.append(one)
+    return runs

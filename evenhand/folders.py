@@ -1,0 +1,634 @@
+"""A run on disk: what its folder holds, and how it survives whatever stops it.
+
+    experiment.toml           the description; `evenhand run --config` of it gives the same numbers
+    versions.json             program versions, machine, dates
+    partition.txt             who holds what
+    summary.json              every measure at the end; its presence says that the run is finished
+    report.html               a page for people
+    seed-N/rounds.jsonl       one record a round
+    seed-N/clients.csv        every client's accuracy and loss at every evaluation
+    seed-N/timing.jsonl       seconds a round; apart, so that two equal runs have equal files
+    seed-N/model.safetensors  the trained model (and, where clients train their own, personal.safetensors)
+    checkpoint*.safetensors   while it runs, the last two states it can continue from
+
+The logs only grow, and are on disk before a checkpoint is; a checkpoint is written whole or not at all. So after a
+sudden end the logs are cut back to the checkpoint's round, and the same rounds follow again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import errno
+import io
+import json
+import os
+import platform
+import re
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from time import monotonic
+from types import FrameType
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import torch
+
+from evenhand import storage
+from evenhand.checks import EvenhandError
+from evenhand.engine import checkpoint
+from evenhand.engine.simulation import Simulation
+from evenhand.fairness import curves
+from evenhand.runs import MODEL, PERSONAL, Integers
+
+if TYPE_CHECKING:
+    from evenhand.runs import Runs
+
+DESCRIPTION = "experiment.toml"
+COMPARISON = "comparison.toml"
+VERSIONS = "versions.json"
+PARTITION = "partition.txt"
+SUMMARY = "summary.json"
+REPORT = "report.html"
+TABLES = ("table.md", "table.tex", "table.csv")
+ROUNDS = "rounds.jsonl"
+TIMING = "timing.jsonl"
+CLIENTS = "clients.csv"
+NEWEST, CURRENT, PREVIOUS = (f"checkpoint{word}.safetensors" for word in (".new", "", ".previous"))
+COLUMNS = ("round", "client", "accuracy", "loss", "test_samples")
+
+CHECKPOINT_EVERY = 20.0  # seconds
+CHECKPOINT_SHARE = 0.05  # of the time, at most, goes into checkpoints
+SHOWN_CLIENTS = 200  # in partition.txt
+
+
+class DiskError(EvenhandError):
+    """A file could not be written."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """The run was asked to stop, and its state is saved."""
+
+    def __init__(self, message: str, folder: Path, signal_number: int) -> None:
+        super().__init__(message)
+        self.folder, self.signal_number = folder, signal_number
+
+
+@dataclass(frozen=True)
+class Status:
+    """Where a run stands, for a progress bar."""
+
+    label: str
+    round: int
+    rounds: int
+    evaluations: Sequence[Mapping[str, Any]]  # the latest, one a seed
+
+    def served(self) -> str:
+        """How the clients are served by now, in a few words: the mean over the seeds."""
+        found = curves([entry["accuracies"] for entry in self.evaluations])
+        mean, worst, std = (float(np.mean(found[name])) for name in ("mean", "worst", "std_pp"))
+        return f"mean {mean:.1%}, worst {worst:.1%}, std {std:.1f} pp"
+
+
+Progress = Callable[[Status], None]
+
+
+# --------------------------------------------------------------------------------------------------------- folders
+
+
+def new_folder(name: str, parent: str | Path = "runs") -> Path:
+    """An empty folder of its own for a run: runs/NAME-1, runs/NAME-2, ..."""
+    stem = file_name(name)
+    with writing(Path(parent)):
+        Path(parent).mkdir(parents=True, exist_ok=True)
+        taken = [re.fullmatch(rf"{re.escape(stem)}-([0-9]+)", entry.name) for entry in Path(parent).iterdir()]
+        count = max((int(found[1]) for found in taken if found), default=0)
+        while True:
+            count += 1
+            try:
+                (path := Path(parent) / f"{stem}-{count}").mkdir()
+            except FileExistsError:  # another program was faster
+                continue
+            return path
+
+
+def file_name(text: str) -> str:
+    """Text as a name that every file system takes."""
+    return re.sub(r"[^A-Za-z0-9=,.+_-]+", "-", text).strip("-.") or "run"
+
+
+@contextlib.contextmanager
+def writing(place: Path, advice: str = "") -> Iterator[None]:
+    """Turns a failed write into an error that says where, why and what to do."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        if not advice and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            advice = "choose a folder that you may write to"
+        raise DiskError(f"cannot write to {str(place)!r}: {reason}{'; ' if advice else ''}{advice}") from error
+
+
+class Folder:
+    """A folder that one program at a time fills, and that says by its files how far it has got."""
+
+    description: ClassVar[str]
+    """The file whose presence says that something was begun here."""
+    kind: ClassVar[str]
+
+    def __init__(self, path: str | Path, command: str = "") -> None:
+        self.path = Path(path)
+        self.command = command or f"evenhand {self.verb} --resume {self.path}"
+        """What a person types to go on."""
+
+    verb: ClassVar[str]
+
+    @property
+    def started(self) -> bool:
+        return (self.path / self.description).is_file()
+
+    @property
+    def finished(self) -> bool:
+        return self.started and (self.path / SUMMARY).is_file()
+
+    def must_be_started(self) -> None:
+        if self.started:
+            return
+        if not self.path.is_dir():
+            raise EvenhandError(f"there is no folder {str(self.path)!r}")
+        for other in (RunFolder, ComparisonFolder):
+            if (self.path / other.description).is_file():
+                raise EvenhandError(f"{str(self.path)!r} holds a {other.kind}: use evenhand {other.verb} with it")
+        raise EvenhandError(f"{str(self.path)!r} is not the folder of a {self.kind}: it holds no {self.description}")
+
+    @contextlib.contextmanager
+    def claimed(self, *, force: bool = False) -> Iterator[None]:
+        """Make the folder if need be; what it holds already is refused, or left for `begin` to replace."""
+        path = str(self.path)
+        if self.path.exists() and not self.path.is_dir():
+            raise EvenhandError(f"{path!r} is a file, not a folder")
+        if self.started and not force:
+            state = f"finished {self.kind}" if self.finished else f"{self.kind} that can go on ({self.command})"
+            raise EvenhandError(f"{path!r} holds a {state}; choose another folder, or replace it with --force")
+        if not self.started and self.path.is_dir() and any(self.path.iterdir()):
+            raise EvenhandError(f"{path!r} holds other files; choose a new or an empty folder")
+        with writing(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            with self.locked():
+                yield
+        finally:
+            if not self.started:
+                with contextlib.suppress(OSError):
+                    self.path.rmdir()  # only if it is empty
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Nobody else writes meanwhile (where the system has such locks); a dead process holds none."""
+        try:
+            import fcntl
+        except ImportError:
+            yield
+            return
+        handle = os.open(self.path, os.O_RDONLY)
+        try:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise EvenhandError(f"{str(self.path)!r} is being written to by another process") from None
+            except OSError:
+                pass  # a file system without locks
+            yield
+        finally:
+            os.close(handle)
+
+    def describe(self, text: str) -> None:
+        """Write down what is to be run."""
+        first = f"# evenhand {self.verb} --config {self.description} repeats this {self.kind}\n\n"
+        storage.write_bytes(self.path / self.description, (first + text).encode())
+
+
+class RunFolder(Folder):
+    """The folder of one run."""
+
+    description, kind, verb = DESCRIPTION, "run", "run"
+
+    def seed(self, seed: int) -> Path:
+        return self.path / f"seed-{seed}"
+
+    def begin(self, description: str, simulation: Simulation) -> None:
+        """Clear what an earlier run left, and write down what is to be run."""
+        with writing(self.path):
+            self.clear()
+            storage.write_bytes(self.path / PARTITION, partition_text(simulation).encode())
+            write_json(self.path / VERSIONS, {**versions(simulation.device), "started": now(), "resumed": []})
+            self.describe(description)
+
+    def clear(self) -> None:
+        """Remove the files of a run, and nothing else."""
+        for name in (SUMMARY, DESCRIPTION, VERSIONS, PARTITION, REPORT, NEWEST, CURRENT, PREVIOUS):
+            (self.path / name).unlink(missing_ok=True)
+        for place in self.path.glob("seed-*"):
+            for name in (ROUNDS, TIMING, CLIENTS, MODEL, PERSONAL):
+                (place / name).unlink(missing_ok=True)
+            sweep(place)
+            with contextlib.suppress(OSError):
+                place.rmdir()
+        sweep(self.path)
+
+    def sweep(self) -> None:
+        for place in (self.path, *self.path.glob("seed-*")):
+            sweep(place)
+
+    def read(self, seed: int) -> tuple[tuple[str, ...], Integers, list[dict[str, Any]], list[dict[str, Any]]]:
+        """Names, test samples, rounds and evaluations of a seed, as far as they are on disk."""
+        place = self.seed(seed)
+        rounds = [json.loads(line) for line in _whole_lines(place / ROUNDS)]
+        names, counts, evaluations = _read_clients(place / CLIENTS)
+        return names, counts, rounds, evaluations
+
+
+class ComparisonFolder(Folder):
+    """The folder of a comparison: the tables, and one run folder a method."""
+
+    description, kind, verb = COMPARISON, "comparison", "compare"
+
+    def clear(self) -> None:
+        """Remove the files of a comparison, and nothing else."""
+        for name in (SUMMARY, COMPARISON, REPORT, *TABLES):
+            (self.path / name).unlink(missing_ok=True)
+        for place in [entry.parent for entry in self.path.glob(f"*/{DESCRIPTION}")]:
+            RunFolder(place).clear()
+            with contextlib.suppress(OSError):
+                place.rmdir()
+        sweep(self.path)
+
+
+def sweep(place: Path) -> None:
+    """Remove what writes that were cut short left behind."""
+    for left in place.glob("*.part"):
+        left.unlink(missing_ok=True)
+
+
+def partition_text(simulation: Simulation) -> str:
+    """Who holds what, once for every seed."""
+    parts: dict[int, str] = {}
+    for replica in simulation.replicas:
+        if replica.seed not in parts:
+            parts[replica.seed] = replica.partition.table(simulation.dataset, limit=SHOWN_CLIENTS)
+    head = simulation.dataset.describe()
+    return "\n\n".join([head, *(f"seed {seed}\n{table}" for seed, table in parts.items())]) + "\n"
+
+
+def versions(device: torch.device) -> dict[str, Any]:
+    """What the numbers may depend on besides the description."""
+    from evenhand import __version__
+
+    named = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    return {
+        "evenhand": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "platform": platform.platform(),
+        "device": f"{device.type} ({named})",
+        "threads": torch.get_num_threads(),
+    }
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def write_json(path: Path, value: Any) -> None:
+    storage.write_bytes(path, (to_json(value, indent=1) + "\n").encode())
+
+
+def to_json(value: Any, indent: int | None = None) -> str:
+    """JSON that every reader takes: null for what is not a finite number."""
+    try:
+        return json.dumps(value, allow_nan=False, indent=indent, default=_plain)
+    except ValueError:
+        return json.dumps(_finite(value), allow_nan=False, indent=indent, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(entry) for entry in value]
+    if hasattr(value, "tolist"):
+        return _finite(value.tolist())
+    return None if isinstance(value, float) and not np.isfinite(value) else value
+
+
+# ------------------------------------------------------------------------------------------------------------ logs
+
+
+@dataclass
+class Record:
+    """What one seed has written so far, and what is still to be written."""
+
+    names: tuple[str, ...]
+    test_samples: Integers
+    rounds: list[dict[str, Any]] = field(default_factory=list)
+    seconds: list[float | None] = field(default_factory=list)
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    rounds_written: int = 0
+    evaluations_written: int = 0
+
+    def write(self, place: Path) -> None:
+        place.mkdir(exist_ok=True)
+        fresh = self.rounds[self.rounds_written :]
+        timed = zip(fresh, self.seconds[self.rounds_written :], strict=True)
+        _append(place / ROUNDS, "".join(f"{to_json(entry)}\n" for entry in fresh))
+        times = ({"round": entry["round"], "seconds": seconds} for entry, seconds in timed)
+        _append(place / TIMING, "".join(f"{to_json(entry)}\n" for entry in times))
+        _append(place / CLIENTS, self._rows(self.evaluations[self.evaluations_written :]))
+        self.rounds_written, self.evaluations_written = len(self.rounds), len(self.evaluations)
+
+    def _rows(self, entries: Sequence[Mapping[str, Any]]) -> str:
+        text = io.StringIO()
+        table = csv.writer(text, lineterminator="\n")
+        if not self.evaluations_written:
+            table.writerow(COLUMNS)
+        counts = self.test_samples.tolist()
+        for entry in entries:
+            accuracies, losses = map(_cells, (entry["accuracies"], entry["losses"]))
+            table.writerows(zip([entry["round"]] * len(counts), self.names, accuracies, losses, counts, strict=True))
+        return text.getvalue()
+
+
+def _cells(values: Any) -> list[str]:
+    return ["" if value != value else repr(value) for value in np.asarray(values, dtype=np.float64).tolist()]
+
+
+def _append(path: Path, text: str) -> None:
+    with path.open("ab") as file:
+        file.write(text.encode())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _whole_lines(path: Path) -> list[bytes]:
+    """The lines that were written to their end."""
+    if not path.is_file():
+        return []
+    return [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+
+
+def _cut(path: Path, belongs: Callable[[bytes], bool]) -> None:
+    """Keep the first lines of a log, up to the first one that does not belong."""
+    length = 0
+    for line in _whole_lines(path):
+        if not belongs(line):
+            break
+        length += len(line)
+    if path.is_file():
+        os.truncate(path, length)
+
+
+def _read_clients(path: Path) -> tuple[tuple[str, ...], Integers, list[dict[str, Any]]]:
+    lines = [line.decode() for line in _whole_lines(path)]
+    rows = list(csv.reader(lines[1:]))
+    if not rows:
+        return (), np.zeros(0, dtype=np.int64), []
+    clients = sum(row[0] == rows[0][0] for row in rows)
+    names = tuple(row[1] for row in rows[:clients])
+    counts = np.array([int(row[4]) for row in rows[:clients]], dtype=np.int64)
+    evaluations = []
+    for start in range(0, len(rows) - clients + 1, clients):
+        block = rows[start : start + clients]
+        accuracies, losses = (np.array([float(row[place] or "nan") for row in block]) for place in (2, 3))
+        total = max(counts.sum(), 1)
+        evaluations.append(
+            {
+                "round": int(block[0][0]),
+                "accuracies": accuracies,
+                "losses": losses,
+                "pooled_accuracy": float(np.nansum(accuracies * counts) / total),
+                "pooled_loss": float(np.nansum(losses * counts) / total),
+            }
+        )
+    return names, counts, evaluations
+
+
+# --------------------------------------------------------------------------------------------------------- recording
+
+
+class Recorder:
+    """Runs a simulation, and keeps what it says: in memory, and where there is a folder on disk."""
+
+    def __init__(
+        self,
+        simulation: Simulation,
+        folder: RunFolder | None,
+        *,
+        every: float = CHECKPOINT_EVERY,
+        progress: Progress | None = None,
+        label: str = "",
+    ) -> None:
+        self.simulation, self.folder, self.every = simulation, folder, every
+        self.progress, self.label = progress, label or simulation.replicas[0].method.name
+        self.notes: list[str] = []
+        self.records = []
+        for replica in simulation.replicas:
+            names = replica.partition.names or map(str, range(replica.partition.clients))
+            tidy = tuple(" ".join(name.split()) for name in names)  # a line of a log is a line
+            self.records.append(Record(tidy, replica.partition.test.sizes))
+        self._stop: int | None = None
+        self._due = monotonic() + every
+
+    @property
+    def _advice(self) -> str:
+        assert self.folder is not None
+        return f"put that right and go on with: {self.folder.command}"
+
+    def run(self) -> None:
+        """Play all rounds that are left."""
+        try:
+            with self._signals():
+                self.simulation.run(after_round=self._after_round)
+        except DiskError:
+            raise
+        except EvenhandError as error:
+            raise EvenhandError(
+                f"{self.label}, round {self.simulation.round + 1}: {error}{self._remedy(error)}"
+            ) from error
+        self._collect()
+
+    def _remedy(self, error: EvenhandError) -> str:
+        lr = self.simulation.settings.work.lr
+        return f"; the training has diverged: lower the learning rate (lr={lr:g})" if "NaN" in str(error) else ""
+
+    def _after_round(self, simulation: Simulation) -> None:
+        self._collect()
+        if self._stop is not None:
+            self._leave()
+        if self.folder is not None and monotonic() >= self._due and simulation.round < simulation.settings.rounds:
+            self._checkpoint()
+        if self.progress is not None:
+            latest = [record.evaluations[-1] for record in self.records]
+            self.progress(Status(self.label, simulation.round, simulation.settings.rounds, latest))
+
+    def _collect(self) -> None:
+        """Take the replicas' records over, so that a checkpoint holds states and not histories."""
+        for replica, record in zip(self.simulation.replicas, self.records, strict=True):
+            for entry in replica.rounds:
+                record.seconds.append(entry.pop("seconds", None))
+                record.rounds.append(entry)
+            record.evaluations += replica.evaluations
+            replica.rounds, replica.evaluations = [], []
+
+    # ---- checkpoints
+
+    def _checkpoint(self) -> None:
+        assert self.folder is not None
+        started, place = monotonic(), self.folder.path
+        with writing(place, self._advice):
+            self._flush()
+            checkpoint.save(self.simulation, place / NEWEST)
+            if (place / CURRENT).exists():
+                os.replace(place / CURRENT, place / PREVIOUS)
+            os.replace(place / NEWEST, place / CURRENT)
+        took = monotonic() - started
+        self._due = monotonic() + max(self.every, took / CHECKPOINT_SHARE if self.every else 0.0)
+
+    def _flush(self) -> None:
+        assert self.folder is not None
+        for replica, record in zip(self.simulation.replicas, self.records, strict=True):
+            record.write(self.folder.seed(replica.seed))
+
+    def restore(self) -> None:
+        """Go back to the newest checkpoint that can be read, and cut the logs to it."""
+        assert self.folder is not None
+        folder = self.folder
+        with writing(folder.path):
+            folder.sweep()
+            self._restore_newest()
+            for replica, record in zip(self.simulation.replicas, self.records, strict=True):
+                self._restore_logs(folder.seed(replica.seed), record)
+            self._note_versions()
+
+    def _restore_newest(self) -> None:
+        assert self.folder is not None
+        kept = [path for name in (NEWEST, CURRENT, PREVIOUS) if (path := self.folder.path / name).is_file()]
+        if not kept:
+            self.notes.append("there was no checkpoint yet: the run starts anew")
+            return
+        errors = []
+        for path in kept:
+            try:
+                checkpoint.restore(self.simulation, path)
+            except EvenhandError as error:
+                errors.append(str(error))
+                continue
+            self.notes += errors
+            said = "went back to the checkpoint before it, at" if errors else "continued after"
+            self.notes.append(f"{said} round {self.simulation.round:,} of {self.simulation.settings.rounds:,}")
+            return
+        place = self.folder.path
+        raise EvenhandError(
+            f"{'; '.join(errors)}; no checkpoint is left to continue from (evenhand run --config "
+            f"{place / DESCRIPTION} --out {place} --force starts anew)"
+        )
+
+    def _restore_logs(self, place: Path, record: Record) -> None:
+        reached = self.simulation.round
+        for name in (ROUNDS, TIMING):
+            _cut(place / name, lambda line: json.loads(line)["round"] < reached)
+        started = reached > 0
+        _cut(place / CLIENTS, lambda line: started and _belongs(line, reached))
+        record.rounds = [json.loads(line) for line in _whole_lines(place / ROUNDS)]
+        record.seconds = [json.loads(line)["seconds"] for line in _whole_lines(place / TIMING)]
+        _, _, record.evaluations = _read_clients(place / CLIENTS)
+        measured = 1 + reached // self.simulation.settings.eval_every if reached else 0
+        if len(record.rounds) != reached or len(record.evaluations) < measured:
+            raise EvenhandError(
+                f"{str(place)!r} lacks part of the log up to the checkpoint's round {reached:,}; the run cannot go on"
+            )
+        record.seconds = (record.seconds + [None] * reached)[:reached]
+        record.rounds_written, record.evaluations_written = len(record.rounds), len(record.evaluations)
+
+    def _note_versions(self) -> None:
+        assert self.folder is not None
+        path, here = self.folder.path / VERSIONS, versions(self.simulation.device)
+        try:
+            kept = json.loads(path.read_text())
+        except (OSError, ValueError):
+            kept = {**here, "started": None, "resumed": []}
+        for name in ("evenhand", "torch", "numpy", "device", "threads"):
+            if kept.get(name) != here[name]:
+                self.notes.append(
+                    f"{name} was {kept.get(name)} at the start and is {here[name]} now: the last digits may differ"
+                )
+        kept["resumed"] = [*kept.get("resumed", []), {"date": now(), "round": self.simulation.round, **here}]
+        write_json(path, kept)
+
+    # ---- the end, planned or not
+
+    def finish(self, runs: Runs) -> None:
+        """Write what is known at the end, and remove the checkpoints."""
+        assert self.folder is not None
+        from safetensors.torch import save
+
+        place = self.folder.path
+        with writing(place, self._advice):
+            self._flush()
+            for run in runs:
+                run.folder = self.folder.seed(run.seed)
+                for name, tensors in ((MODEL, run.model), (PERSONAL, run.personal)):
+                    if tensors is not None:
+                        storage.write_bytes(run.folder / name, save(tensors, {"format": "pt"}))
+            runs.report(place / REPORT)
+            write_json(place / SUMMARY, runs.summary())
+            for name in (NEWEST, CURRENT, PREVIOUS):
+                (place / name).unlink(missing_ok=True)
+            self.folder.sweep()
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Ctrl-C and a polite kill wait for the end of the round; a second one does not."""
+        if self.folder is None or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def stop(number: int, frame: FrameType | None) -> None:
+            if self._stop is not None:
+                raise KeyboardInterrupt
+            self._stop = number
+            sys.stderr.write("\nstopping after this round and saving (once more: at once, from the last checkpoint)\n")
+
+        before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _leave(self) -> None:
+        assert self.folder is not None
+        assert self._stop is not None
+        if self.simulation.round == self.simulation.settings.rounds:
+            return  # that was the last round anyway
+        self._checkpoint()
+        raise Interrupted(
+            f"stopped after round {self.simulation.round:,} of {self.simulation.settings.rounds:,}; nothing is lost: "
+            f"{self.folder.command} goes on",
+            self.folder.path,
+            self._stop,
+        )
+
+
+def _belongs(line: bytes, reached: int) -> bool:
+    first = line.split(b",", 1)[0]
+    return first == b"round" or int(first) <= reached

@@ -1,0 +1,186 @@
+"""Small charts as SVG text: lines with bands, and sorted bars. Colours come from the page, so they follow its mode."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+import numpy as np
+
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+
+WIDTH, HEIGHT = 560, 300
+LEFT, RIGHT, TOP, BOTTOM = 48, 14, 12, 40
+COLOURS = 8  # the page defines --c0 to --c7; further lines are dashed
+LETTER = 6.4  # width of a letter of a line's name
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a chart, with a band around it where it stands for several."""
+
+    name: str
+    x: Floats
+    y: Floats
+    low: Floats | None = None
+    high: Floats | None = None
+    colour: int = 0
+
+
+@dataclass(frozen=True)
+class Axis:
+    """How data become places on the page."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+
+    def at(self, value: float) -> float:
+        return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
+
+    def ticks(self, wanted: int = 5) -> list[float]:
+        step = nice_step((self.high - self.low) / wanted)
+        first = math.ceil(self.low / step - 1e-9)
+        return [index * step for index in range(first, math.floor(self.high / step + 1e-9) + 1)]
+
+
+def nice_step(rough: float) -> float:
+    """1, 2 or 5 times a power of ten, at least `rough`."""
+    power = 10.0 ** math.floor(math.log10(rough))
+    return next(factor * power for factor in (1.0, 2.0, 5.0, 10.0) if factor * power >= rough * (1 - 1e-9))
+
+
+def line_chart(
+    lines: Sequence[Line], *, x_title: str, y_title: str, floor: float = -math.inf, ceiling: float = math.inf
+) -> str:
+    """Lines over rounds, each named at its end where the chart has few of them."""
+    everything = [values for line in lines for values in (line.y, line.low, line.high) if values is not None]
+    low, high = span(everything, floor, ceiling)
+    named = len(lines) <= 3 and len(lines) > 1
+    margin = RIGHT + (max(len(line.name) for line in lines) * LETTER + 6 if named else 0)
+    x = Axis(0.0, max([float(line.x.max()) for line in lines if len(line.x)] + [1.0]), LEFT, WIDTH - margin)
+    y = Axis(low, high, HEIGHT - BOTTOM, TOP)
+    parts = [*grid(x, y, x_title, y_title)]
+    parts += [band(line, x, y) for line in lines if line.low is not None and line.high is not None]
+    for line in lines:
+        dashed = ' stroke-dasharray="6 4"' if line.colour >= COLOURS else ""
+        path = path_of(line.x, line.y, x, y)
+        parts.append(
+            f'<path class="line" style="stroke:{colour(line.colour)}"{dashed} d="{path}"><title>{escape(line.name)}'
+            "</title></path>"
+        )
+    if named:
+        parts += end_names(lines, x, y)
+    return picture(parts, f"{y_title} over {x_title}")
+
+
+def end_names(lines: Sequence[Line], x: Axis, y: Axis) -> Iterable[str]:
+    """The lines' names at their ends, pushed apart where they would touch."""
+    ends = []
+    for line in lines:
+        known = np.flatnonzero(np.isfinite(line.y))
+        if len(known):
+            ends.append((y.at(float(line.y[known[-1]])), line))
+    ends.sort(key=lambda end: end[0])
+    places: list[float] = []
+    for wanted, _ in ends:
+        places.append(max(wanted, places[-1] + 14.0) if places else wanted)
+    overflow = max(0.0, (places[-1] if places else 0.0) - (HEIGHT - BOTTOM))
+    for place, (_, line) in zip(places, ends, strict=True):
+        yield (
+            f'<text class="name" style="fill:{colour(line.colour)}" x="{x.end + 6:.1f}" y="{place - overflow + 4:.1f}">'
+            f"{escape(line.name)}</text>"
+        )
+
+
+def bar_chart(
+    heights: Floats, low: Floats | None, high: Floats | None, *, x_title: str, y_title: str, names: Sequence[str] = ()
+) -> str:
+    """Bars side by side, with a whisker each where they stand for several; the y axis starts at zero."""
+    tops = [heights] if high is None else [heights, high]
+    _, top = span([*tops, np.zeros(1)], 0.0, 100.0)
+    count = len(heights)
+    x = Axis(0.0, float(count), LEFT, WIDTH - RIGHT)
+    y = Axis(0.0, top, HEIGHT - BOTTOM, TOP)
+    width = (x.end - x.start) / count
+    gap = min(2.0, width * 0.2)
+    parts = [*grid(x, y, x_title, y_title, x_ticks=False)]
+    for place, height in enumerate(heights):
+        if not math.isfinite(height):
+            continue
+        left, upper = x.at(place) + gap / 2, y.at(float(height))
+        said = f"{names[place]}: " if names else ""
+        parts.append(
+            f'<rect class="bar" x="{left:.2f}" y="{upper:.1f}" width="{max(width - gap, 0.4):.2f}" '
+            f'height="{y.start - upper:.1f}"><title>{escape(said)}{height:.1f}</title></rect>'
+        )
+        if low is not None and high is not None and high[place] > low[place]:
+            middle = left + (width - gap) / 2
+            ends = f'y1="{y.at(float(low[place])):.1f}" y2="{y.at(float(high[place])):.1f}"'
+            parts.append(f'<line class="whisker" x1="{middle:.2f}" x2="{middle:.2f}" {ends}/>')
+    return picture(parts, f"{y_title}, {x_title}")
+
+
+def picture(parts: Iterable[str], said: str) -> str:
+    body = "\n".join(parts)
+    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(said)}">\n{body}\n</svg>'
+
+
+def grid(x: Axis, y: Axis, x_title: str, y_title: str, x_ticks: bool = True) -> Iterable[str]:
+    """Axes, light lines and numbers."""
+    for value in y.ticks():
+        at = y.at(value)
+        yield f'<line class="grid" x1="{x.start:.1f}" x2="{x.end:.1f}" y1="{at:.1f}" y2="{at:.1f}"/>'
+        yield f'<text class="tick" text-anchor="end" x="{x.start - 6:.1f}" y="{at + 4:.1f}">{value:,g}</text>'
+    for value in x.ticks(6) if x_ticks else []:
+        at = x.at(value)
+        yield f'<text class="tick" text-anchor="middle" x="{at:.1f}" y="{y.start + 16:.1f}">{value:,g}</text>'
+    yield f'<line class="axis" x1="{x.start:.1f}" x2="{x.end:.1f}" y1="{y.start:.1f}" y2="{y.start:.1f}"/>'
+    middle = (x.start + x.end) / 2
+    yield f'<text class="tick" text-anchor="middle" x="{middle:.1f}" y="{HEIGHT - 6}">{escape(x_title)}</text>'
+    height = (y.start + y.end) / 2
+    yield (
+        f'<text class="tick" text-anchor="middle" transform="translate(12 {height:.1f}) rotate(-90)">{escape(y_title)}'
+        "</text>"
+    )
+
+
+def band(line: Line, x: Axis, y: Axis) -> str:
+    assert line.low is not None
+    assert line.high is not None
+    known = np.isfinite(line.low) & np.isfinite(line.high)
+    if not known.any():
+        return ""
+    there = [f"{x.at(a):.1f},{y.at(b):.1f}" for a, b in zip(line.x[known], line.high[known], strict=True)]
+    back = [f"{x.at(a):.1f},{y.at(b):.1f}" for a, b in zip(line.x[known], line.low[known], strict=True)]
+    return f'<polygon class="band" style="fill:{colour(line.colour)}" points="{" ".join(there + back[::-1])}"/>'
+
+
+def path_of(xs: Floats, ys: Floats, x: Axis, y: Axis) -> str:
+    """A path that is broken where a value is missing."""
+    words, pen = [], "M"
+    for a, b in zip(xs, ys, strict=True):
+        if not math.isfinite(b):
+            pen = "M"
+            continue
+        words.append(f"{pen}{x.at(float(a)):.1f} {y.at(float(b)):.1f}")
+        pen = "L"
+    return "".join(words)
+
+
+def span(values: Iterable[Floats], floor: float, ceiling: float) -> tuple[float, float]:
+    """A range that holds all values with a little air, within limits."""
+    joined = np.concatenate([np.asarray(entry, dtype=np.float64) for entry in values] or [np.zeros(1)])
+    joined = joined[np.isfinite(joined)]
+    low, high = (float(joined.min()), float(joined.max())) if len(joined) else (0.0, 1.0)
+    air = 0.05 * (high - low) or max(abs(high) * 0.05, 0.5)
+    low, high = max(low - air, floor), min(high + air, ceiling)
+    return (low, high) if high > low else (low, low + 1.0)
+
+
+def colour(number: int) -> str:
+    return f"var(--c{number % COLOURS})"

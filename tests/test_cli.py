@@ -1,0 +1,281 @@
+"""The command line as a person meets it: what it prints, where, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("typer")
+
+from evenhand import __version__, cli
+from evenhand.experiment import load_toml
+
+ROOT = Path(__file__).resolve().parents[1]
+SMALL = ["--clients", "12", "--rounds", "4", "--eval-every", "2"]
+
+
+@pytest.fixture
+def evenhand(tmp_path, monkeypatch, capsys):
+    """Runs a command in an empty folder: exit code, stdout, stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as left:
+            cli.main(list(arguments))
+        said = capsys.readouterr()
+        return left.value.code or 0, said.out, said.err
+
+    return call
+
+
+def test_the_version(evenhand):
+    assert evenhand("--version") == (0, f"evenhand {__version__}\n", "")
+
+
+@pytest.mark.parametrize("command", ["run", "compare", "methods", "datasets", "partitions", "models", "report"])
+def test_every_command_explains_itself(evenhand, command):
+    code, said, _ = evenhand(command, "--help")
+    assert code == 0
+    assert "Usage: evenhand" in said
+    assert len(said.splitlines()[2].strip()) > 20
+    listed = evenhand("--help")[1]
+    assert command in listed
+
+
+@pytest.mark.parametrize("command", ["run", "compare", "partitions", "report", "methods"])
+def test_help_shows_examples_line_by_line(evenhand, command):
+    lines = [line.strip() for line in evenhand(command, "--help")[1].splitlines()]
+    assert any(line.startswith(f"evenhand {command}") for line in lines)
+
+
+def test_a_run_prints_what_it_found_and_where_it_is(evenhand):
+    code, said, complained = evenhand("run", "fedfv:alpha=0.3", *SMALL, "--seeds", "2")
+    assert (code, complained) == (0, "")
+    assert "12 clients: on average" in said
+    assert "runs/digits-fedfv-1" in said
+    chosen = load_toml("runs/digits-fedfv-1/experiment.toml")
+    assert (chosen.method.rule.alpha, chosen.seeds, chosen.clients) == (0.3, (0, 1), 12)
+
+
+def test_json_is_all_there_is_on_stdout(evenhand):
+    code, said, complained = evenhand("run", *SMALL, "--json")
+    found = json.loads(said)
+    assert (code, complained) == (0, "")
+    assert found["folder"] == "runs/digits-even-1"
+    assert 0 <= found["mean"]["worst"] <= found["mean"]["mean"] <= 1
+    assert evenhand("run", *SMALL, "--json")[1].replace("even-2", "even-1") == said
+
+
+def test_quiet_is_quiet(evenhand):
+    assert evenhand("run", *SMALL, "--quiet", "--out", "here") == (0, "", "")
+    assert Path("here/summary.json").is_file()
+
+
+def test_settings_come_from_the_file_then_the_options_then_set(evenhand):
+    Path("mine.toml").write_text('method = "fedfv:alpha=0.1"\nrounds = 9\nclients = 12\n[work]\nlr = 0.7\n')
+    options = ["--rounds", "3", "--batch-size", "0", "--set", "method.alpha=0.4", "--set", "work.clip=2.5"]
+    assert evenhand("run", "--config", "mine.toml", *options, "--out", "here", "-q")[0] == 0
+    chosen = load_toml("here/experiment.toml")
+    assert (chosen.rounds, chosen.clients, chosen.work.lr) == (3, 12, 0.7)
+    assert (chosen.work.batch_size, chosen.work.clip, chosen.method.rule.alpha) == (None, 2.5, 0.4)
+
+
+def test_every_run_writes_the_file_that_repeats_it(evenhand):
+    evenhand("run", "adafed", *SMALL, "--seeds", "3,5", "--out", "one", "-q")
+    evenhand("run", "--config", "one/experiment.toml", "--out", "two", "-q")
+    for name in ("summary.json", "seed-3/rounds.jsonl", "seed-5/clients.csv", "seed-5/model.safetensors"):
+        assert Path("one", name).read_bytes() == Path("two", name).read_bytes()
+
+
+def test_your_own_table(evenhand):
+    rng = np.random.default_rng(0)
+    lines = [f"{'abc'[i % 3]},{rng.normal():.3f},{rng.normal():.3f},{'yes' if i % 2 else 'no'}" for i in range(120)]
+    Path("my.csv").write_text("site,height,weight,ill\n" + "\n".join(lines) + "\n")
+    options = ["--data", "my.csv", "--client-column", "site", "--target", "ill", "--model", "logistic"]
+    code, said, complained = evenhand("run", *options, "--rounds", "3", "--participation", "1")
+    assert (code, complained) == (0, "")
+    assert "3 clients" in said
+    assert "runs/my-even-1" in said
+    code, said, _ = evenhand("partitions", "natural", *options[:-2])
+    assert code == 0
+    assert re.search(r"^a +\d+ ", said, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["run", "fedavgg"], "unknown method 'fedavgg'; did you mean 'fedavg'?"),
+        (["run", "--data", "digist"], "unknown data set 'digist'; did you mean 'digits'?"),
+        (["run", "--set", "method.alpha"], "not of the form NAME=VALUE"),
+        (["run", "--set", "wrok.lr=1"], "did you mean 'work"),
+        (["run", "--seeds", "many"], "--seeds 'many'"),
+        (["run", "--rounds", "0"], "rounds=0 must be a whole number, at least 1"),
+        (["run", "--cohort", "3", "--participation", "0.5"], "give one of them"),
+        (["run", "--cohort", "31"], "more than the 30"),
+        (["run", "--resume", "nowhere"], "there is no folder 'nowhere'"),
+        (["run", "--resume", "nowhere", "--rounds", "3"], "give no other settings"),
+        (["run", "--config", "nowhere.toml"], "there is no file 'nowhere.toml'"),
+        (["run", "--device", "tpu"], "device='tpu' is not one of"),
+        (["run", "--split", "most"], "split='most'"),
+        (["run", "--model", "mlpp"], "mlp"),
+        (["run", "--partition", "pat:99"], "pat:99"),
+        (["compare"], "name the methods to compare"),
+        (["compare", "fedavg"], "at least two methods"),
+        (["compare", "fedavg", "even", "--export", "table.docx"], "not as 'table.docx'"),
+        (["report", "nowhere"], "there is no folder 'nowhere'"),
+        (["methods", "fedavgg"], "did you mean 'fedavg'?"),
+        (["partitions", "pta:2"], "did you mean 'pat'?"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(evenhand, arguments, said):
+    code, printed, complained = evenhand(*arguments)
+    assert (code, printed) == (2, "")
+    assert complained.startswith("error: ")
+    assert complained.count("\n") == 1
+    assert said in complained
+    assert list(Path().iterdir()) == []  # nothing is left behind
+
+
+def test_an_unknown_option_is_exit_code_2(evenhand):
+    code, _, complained = evenhand("run", "--round", "3")
+    assert code == 2
+    assert "--round" in complained
+
+
+def test_a_finished_run_is_not_replaced_without_force(evenhand):
+    evenhand("run", *SMALL, "--out", "here", "-q")
+    code, _, complained = evenhand("run", *SMALL, "--out", "here", "-q")
+    assert code == 2
+    assert "--force" in complained
+    assert evenhand("run", *SMALL, "--out", "here", "-q", "--force")[0] == 0
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_stopped_run_says_how_to_go_on(evenhand, monkeypatch, number, code):
+    evenhand("run", *SMALL, "--out", "whole", "-q")
+
+    @contextmanager
+    def stopping(quiet):
+        yield lambda status: os.kill(os.getpid(), number) if status.round == 2 else None
+
+    monkeypatch.setattr(cli, "_progress", stopping)
+    left, said, complained = evenhand("run", *SMALL, "--out", "here")
+    assert (left, said) == (code, "")
+    assert "stopped after round 3 of 4; nothing is lost: evenhand run --resume here goes on" in complained
+    monkeypatch.undo()
+    Path("runs").mkdir(exist_ok=True)
+
+
+def test_a_stopped_run_goes_on(evenhand, monkeypatch, tmp_path):
+    with monkeypatch.context() as patched:
+
+        @contextmanager
+        def stopping(quiet):
+            yield lambda status: os.kill(os.getpid(), signal.SIGINT) if status.round == 2 else None
+
+        patched.setattr(cli, "_progress", stopping)
+        evenhand("run", *SMALL, "--out", "here")
+    code, said, complained = evenhand("run", "--resume", "here")
+    assert code == 0
+    assert "note: continued after round 3 of 4" in complained
+    evenhand("run", *SMALL, "--out", "whole", "-q")
+    assert Path("here/summary.json").read_bytes() == Path("whole/summary.json").read_bytes()
+    assert "12 clients" in said
+
+
+def test_a_comparison_prints_the_table(evenhand):
+    arguments = ["compare", "fedavg", "qffl:q=1", *SMALL, "--seeds", "3", "--export", "a.tex", "--export", "b.csv"]
+    code, said, complained = evenhand(*arguments)
+    assert (code, complained) == (0, "")
+    assert "| qffl:q=1 |" in said
+    assert "**" in said
+    assert "differs from fedavg" in said
+    assert "runs/digits-compare-1" in said
+    assert Path("a.tex").read_text() == Path("runs/digits-compare-1/table.tex").read_text()
+    assert Path("b.csv").read_text().startswith("method,mean,mean_sd,")
+    again = evenhand("compare", "--config", "runs/digits-compare-1/comparison.toml", "--json")[1]
+    assert json.loads(again)["methods"]["qffl:q=1"]["mean"]["mean"] > 0
+    first, second = (json.loads(Path(f"runs/digits-compare-{n}/summary.json").read_text()) for n in (1, 2))
+    assert first == second
+    code, said, _ = evenhand("report", "runs/digits-compare-1", "--out", "page.html")
+    assert (code, said) == (0, "page.html\n")
+    code, said, _ = evenhand("report", "runs/digits-compare-1/fedavg")
+    assert said == "runs/digits-compare-1/fedavg/report.html\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "name"), [("methods", "fedfv"), ("datasets", "digits"), ("partitions", "pat"), ("models", "mlp")]
+)
+def test_what_there_is(evenhand, command, name):
+    code, said, _ = evenhand(command)
+    assert code == 0
+    assert re.search(rf"^{name}", said, flags=re.MULTILINE)
+    assert name in {entry["name"] for entry in json.loads(evenhand(command, "--json")[1])}
+
+
+def test_one_method_and_one_partition(evenhand):
+    assert "alpha = " in evenhand("methods", "fedfv")[1]
+    code, said, _ = evenhand("partitions", "pat:2", "--clients", "5", "--limit", "3")
+    assert code == 0
+    assert "pat:2: 5 clients" in said
+    assert "... and 2 more clients" in said
+    found = json.loads(evenhand("partitions", "pat:2", "--clients", "5", "--json")[1])
+    assert len(found["train"]) == len(found["labels"]) == 5
+
+
+def test_tables_and_bars_on_a_terminal(evenhand, monkeypatch):
+    monkeypatch.setattr(sys.stdout.__class__, "isatty", lambda self: True, raising=False)
+    monkeypatch.setattr(sys.stderr.__class__, "isatty", lambda self: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "200")
+    code, said, complained = evenhand("compare", "fedavg", "even", *SMALL, "--seeds", "2")
+    assert code == 0
+    assert "fedavg" in said
+    assert "|" not in said
+    assert "mean" in complained
+    assert "worst" in complained
+    assert evenhand("methods")[0] == 0
+
+
+def test_it_runs_as_a_module_and_does_not_load_what_it_does_not_need():
+    code = (
+        "import sys; import evenhand.cli; print([m for m in ('pandas', 'matplotlib', 'sklearn') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+    done = subprocess.run([sys.executable, "-m", "evenhand", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"evenhand {__version__}\n"
+
+
+DOCUMENT = ROOT / "docs" / "simulator.md"
+
+
+def test_the_commands_in_the_document_work(evenhand):
+    rng = np.random.default_rng(0)
+    lines = [f"{'abcd'[i % 4]},{rng.normal():.3f},{rng.normal():.3f},{i % 2}" for i in range(160)]
+    Path("my.csv").write_text("site,height,weight,y\n" + "\n".join(lines) + "\n")
+    blocks = re.findall(r"```sh\n(.*?)```", DOCUMENT.read_text(), flags=re.DOTALL)
+    commands = [line for block in blocks for line in block.splitlines() if line.startswith("evenhand ")]
+    assert len(commands) > 8
+    for line in commands:
+        arguments = shlex.split(line, comments=True)[1:]
+        code, _, complained = evenhand(*arguments)
+        assert code == 0, f"{line}\n{complained}"
+
+
+def test_the_python_in_the_document_works(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), flags=re.DOTALL)
+    assert blocks
+    names: dict[str, object] = {}
+    for block in blocks:
+        exec(compile(block, str(DOCUMENT), "exec"), names)

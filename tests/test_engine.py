@@ -1,0 +1,367 @@
+"""The simulator: one batched program, its sequential twin, and the same numbers whichever way."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from evenhand.checks import EvenhandError
+from evenhand.engine.batches import join, plan
+from evenhand.engine.sampling import Sampling
+from evenhand.engine.training import Batched, FeedForward, LocalWork, Sequential, Shape, choose_program, train
+from evenhand.experiment import Experiment, simulate
+from evenhand.models import build
+from evenhand.streams import stream
+
+TOLERANCE = 2e-5  # relative to the models' length, after a round of local training in float32
+
+
+def cohort_of(sizes: list[int], features: int = 12, classes: int = 4, seed: int = 0):
+    rng = np.random.default_rng(seed)
+    total = sum(sizes)
+    inputs = torch.from_numpy(rng.standard_normal((total, features))).float()
+    targets = torch.from_numpy(rng.integers(0, classes, total))
+    edges = np.cumsum([0, *sizes])
+    return inputs, targets, [np.arange(a, b) for a, b in itertools.pairwise(edges)]
+
+
+def trained(program, module, sizes, work: LocalWork, *, momentum=0.0, pull=0.0, rates=None, epochs=None):
+    inputs, targets, samples = cohort_of(sizes)
+    shape = Shape.of(module)
+    rows = shape.flat(module).repeat(len(sizes), 1)
+    received = rows.clone()
+    epochs = np.full(len(sizes), float(work.epochs)) if epochs is None else np.asarray(epochs, dtype=float)
+    steps = plan(samples, epochs=epochs, batch_size=work.batch_size, rng=stream(3, "batches", 1))
+
+    def column(value):
+        return torch.full((len(sizes), 1), float(value)) if value else None
+
+    rates = torch.full((len(sizes), 1), work.lr) if rates is None else torch.tensor(rates).view(-1, 1)
+    train(
+        program, shape, rows, received, steps, inputs, targets, work,
+        rates=rates, momentum=column(momentum), pull=column(pull),
+    )  # fmt: skip
+    return rows
+
+
+def by_hand(module, sizes, work: LocalWork, *, momentum=0.0, pull=0.0, epochs=None):
+    """torch's own SGD on a copy of the module, client by client, on the planned batches."""
+    import copy
+
+    inputs, targets, samples = cohort_of(sizes)
+    epochs = np.full(len(sizes), float(work.epochs)) if epochs is None else np.asarray(epochs, dtype=float)
+    steps = plan(samples, epochs=epochs, batch_size=work.batch_size, rng=stream(3, "batches", 1))
+    rows = []
+    for client in range(len(sizes)):
+        model = copy.deepcopy(module)
+        start = [parameter.detach().clone() for parameter in model.parameters()]
+        optimiser = torch.optim.SGD(model.parameters(), lr=work.lr, momentum=momentum)
+        for index, weights in zip(steps.indices[:, client], steps.weights[:, client], strict=True):
+            real = weights > 0
+            if not real.any():
+                continue
+            optimiser.zero_grad()
+            loss = nn.functional.cross_entropy(model(inputs[index[real]]), targets[index[real]])
+            loss.backward()
+            for parameter, first in zip(model.parameters(), start, strict=True):
+                parameter.grad += pull * (parameter.detach() - first) + work.weight_decay * parameter.detach()
+            if work.clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), work.clip)
+            optimiser.step()
+        rows.append(torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()]))
+    return torch.stack(rows)
+
+
+SIZES = [23, 40, 7, 40]
+WORKS = {
+    "plain": (LocalWork(batch_size=8, lr=0.2), {}),
+    "full batch": (LocalWork(batch_size=None, lr=0.3, epochs=3), {}),
+    "epochs": (LocalWork(batch_size=16, epochs=2), {}),
+    "momentum": (LocalWork(batch_size=8), {"momentum": 0.9}),
+    "decay and clip": (LocalWork(batch_size=8, weight_decay=0.01, clip=0.5), {}),
+    "proximal": (LocalWork(batch_size=8, lr=0.2), {"pull": 0.7}),
+    "stragglers": (LocalWork(batch_size=8, epochs=2), {"epochs": [2.0, 0.3, 1.0, 1.5]}),
+}
+
+
+@pytest.mark.parametrize("case", WORKS)
+@pytest.mark.parametrize("kind", ["mlp", "logistic", "convolution"])
+def test_every_program_trains_as_torch_does(case, kind):
+    work, more = WORKS[case]
+    if kind == "convolution":
+        torch.manual_seed(0)
+        module = nn.Sequential(
+            nn.Unflatten(1, (1, 3, 4)), nn.Conv2d(1, 3, 3, padding=1), nn.GELU(), nn.Flatten(), nn.Linear(36, 4)
+        )
+        programs = [Batched(module), Sequential(module)]
+    else:
+        module = build(kind, (12,), 4, seed=1)
+        programs = [FeedForward(module), Batched(module), Sequential(module)]
+    expected = by_hand(module, SIZES, work, **more)
+    for program in programs:
+        found = trained(program, module, SIZES, work, **more)
+        assert torch.linalg.norm(found - expected) <= TOLERANCE * torch.linalg.norm(expected), program.name
+
+
+def test_each_client_can_have_a_learning_rate_of_its_own():
+    module, work = build("mlp", (12,), 4, seed=1), LocalWork(batch_size=8)
+    together = trained(FeedForward(module), module, SIZES, work, rates=[0.1, 0.2, 0.3, 0.05])
+    for client, rate in enumerate([0.1, 0.2, 0.3, 0.05]):
+        alone = by_hand(module, SIZES, LocalWork(batch_size=8, lr=rate))[client]
+        torch.testing.assert_close(together[client], alone, rtol=1e-3, atol=1e-5)
+
+
+def test_feed_forward_networks_are_recognised_and_others_are_not():
+    assert choose_program(build("mlp", (12,), 4)).name == "feed-forward"
+    assert choose_program(nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2))).name == "batched"
+    assert choose_program(nn.Sequential(nn.Linear(3, 3), nn.Flatten(), nn.Linear(3, 2))).name == "batched"
+    with pytest.raises(EvenhandError, match="Flatten, Linear and ReLU"):
+        choose_program(nn.Linear(3, 2), "feed-forward")
+
+
+def test_a_model_with_buffers_is_refused_with_a_way_out():
+    with pytest.raises(EvenhandError, match="GroupNorm"):
+        Shape.of(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+
+
+@pytest.mark.parametrize("batch_size", [None, 1, 7, 100])
+def test_a_plan_shows_every_sample_once_an_epoch(batch_size):
+    _, _, samples = cohort_of(SIZES)
+    steps = plan(samples, epochs=np.full(4, 2.0), batch_size=batch_size, rng=stream(0, "batches"))
+    for client, own in enumerate(samples):
+        real = steps.weights[:, client] > 0
+        shown = steps.indices[:, client][real]
+        assert sorted(shown.tolist()) == sorted(own.tolist() * 2)
+        sums = steps.weights[:, client].sum(axis=1)
+        np.testing.assert_allclose(sums[sums > 0], 1.0, rtol=1e-6)  # a batch's loss is its mean
+
+
+def test_joined_plans_keep_each_cohort_as_it_was():
+    _, _, samples = cohort_of(SIZES)
+    one = plan(samples[:2], epochs=np.ones(2), batch_size=8, rng=stream(0, "batches"))
+    two = plan(samples[2:], epochs=np.ones(2), batch_size=5, rng=stream(1, "batches"))
+    both = join([one, two])
+    np.testing.assert_array_equal(
+        both.indices[: len(two.indices), 2:, :5][two.weights > 0], two.indices[two.weights > 0]
+    )
+    assert both.weights[:, :2].sum() == pytest.approx(one.weights.sum())
+    assert both.weights[:, 2:].sum() == pytest.approx(two.weights.sum())
+
+
+# --------------------------------------------------------------------------------------------------------- sampling
+
+
+def test_sampling_draws_the_same_clients_for_the_same_seed_and_round():
+    sizes = np.arange(1, 101)
+    draw = Sampling(participation=0.1)
+    np.testing.assert_array_equal(draw.draw(1, 5, sizes), draw.draw(1, 5, sizes))
+    assert len(draw.draw(1, 5, sizes)) == 10
+    assert not np.array_equal(draw.draw(1, 5, sizes), draw.draw(1, 6, sizes))
+    assert not np.array_equal(draw.draw(1, 5, sizes), draw.draw(2, 5, sizes))
+
+
+def test_sampling_by_size_prefers_large_clients():
+    sizes = np.array([1] * 50 + [99] * 50)
+    drawn = np.concatenate([Sampling(participation=0.1, kind="size").draw(0, t, sizes) for t in range(50)])
+    assert (drawn >= 50).mean() > 0.95
+
+
+def test_availability_and_dropout_thin_the_cohort():
+    sizes = np.full(200, 10)
+    few = [len(Sampling(participation=1.0, availability=0.3).draw(0, t, sizes)) for t in range(30)]
+    assert 40 < np.mean(few) < 80
+    failing = Sampling(participation=0.5, dropout=0.4)
+    lost = [failing.failed(0, t, failing.draw(0, t, sizes)).mean() for t in range(30)]
+    assert 0.3 < np.mean(lost) < 0.5
+    scheduled = Sampling(participation=1.0, drop={"3": [7, 8]})
+    assert scheduled.failed(0, 3, np.arange(10)).tolist() == [False] * 7 + [True, True, False]
+    assert not scheduled.failed(0, 4, np.arange(10)).any()
+
+
+def test_a_cohort_larger_than_the_population_is_refused():
+    with pytest.raises(EvenhandError, match="more than the 5"):
+        Sampling(cohort=6).draw(0, 0, np.ones(5))
+
+
+# --------------------------------------------------------------------------------------------------------- whole runs
+
+SMALL = {"data": "digits", "clients": 12, "rounds": 8, "eval_every": 4, "work.batch_size": 16}
+
+
+def finals(runs):
+    return [torch.cat([tensor.reshape(-1) for tensor in run.model.values()]) for run in runs]
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedlf", "fedfa", "afl", "fedmdfg", "mfairfl", "fedprox"])
+def test_the_same_experiment_gives_the_same_numbers(name):
+    one, two = (simulate(method=name, **SMALL) for _ in range(2))
+    assert torch.equal(finals(one)[0], finals(two)[0])
+    np.testing.assert_array_equal(one[0].accuracies, two[0].accuracies)
+    assert one[0].rounds[-1]["losses"] == two[0].rounds[-1]["losses"]
+
+
+@pytest.mark.parametrize("name", ["fedavg", "even", "fedfv"])
+def test_replicas_run_together_give_what_each_gives_alone(name):
+    together = simulate(method=name, **SMALL, seeds=[0, 5, 9])
+    for run in together:
+        (alone,) = simulate(method=name, **SMALL, seeds=[run.seed])
+        assert [entry["asked"] for entry in run.rounds] == [entry["asked"] for entry in alone.rounds]
+        found, expected = finals([run])[0], finals([alone])[0]
+        assert torch.linalg.norm(found - expected) <= 1e-4 * torch.linalg.norm(expected)
+
+
+def test_methods_of_a_comparison_share_clients_batches_and_start():
+    fedavg, even = (simulate(method=name, **SMALL)[0] for name in ("fedavg", "even"))
+    assert [entry["asked"] for entry in fedavg.rounds] == [entry["asked"] for entry in even.rounds]
+    assert fedavg.rounds[0]["losses"] == even.rounds[0]["losses"]
+    assert fedavg.evaluations[0]["pooled_accuracy"] == even.evaluations[0]["pooled_accuracy"]
+
+
+def test_every_client_is_evaluated_and_every_round_recorded():
+    (run,) = simulate(method="fedfv", **SMALL)
+    assert [entry["round"] for entry in run.evaluations] == [0, 4, 8]
+    assert all(len(entry["accuracies"]) == 12 for entry in run.evaluations)
+    for entry in run.rounds:
+        assert len(entry["losses"]) == len(entry["asked"])
+        assert 0.0 <= entry["fell"] <= 1.0
+        assert entry["bytes_up"] > 0
+        assert len(entry["layer_conflicts"]) == 3
+    counts = run.partition.test.sizes
+    pooled = np.average(run.accuracies, weights=counts)
+    assert run.evaluations[-1]["pooled_accuracy"] == pytest.approx(pooled)
+
+
+def test_clients_that_fail_in_mid_round_are_left_out():
+    (run,) = simulate(method="fedavg", **SMALL, **{"sampling.participation": 0.5, "sampling.dropout": 0.5})
+    lost = [entry["lost"] for entry in run.rounds]
+    assert any(lost)
+    for entry in run.rounds:
+        assert len(entry.get("losses", [])) == len(entry["asked"]) - len(entry["lost"])
+
+
+def test_a_round_in_which_nobody_answers_leaves_the_model():
+    everyone = list(range(12))
+    (run,) = simulate(
+        method="fedavg", **{**SMALL, "rounds": 1, "sampling": {"participation": 1.0, "drop": {"0": everyone}}}
+    )
+    assert run.rounds[0]["note"].startswith("no client answered")
+    assert run.evaluations[0]["pooled_accuracy"] == run.evaluations[-1]["pooled_accuracy"]
+
+
+def test_an_experiment_survives_the_round_trip_through_toml(tmp_path):
+    from evenhand.experiment import load_toml, to_toml
+
+    experiment = Experiment().with_settings(
+        {"method": "fedfv:alpha=0.2", "work.lr": 0.05, "rounds": 7, "sampling.drop": {"3": [1, 2]}, "seeds": [3, 4]}
+    )
+    path = tmp_path / "experiment.toml"
+    path.write_text(to_toml(experiment.to_dict()))
+    assert load_toml(path) == experiment
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"roundz": 3}, "did you mean 'rounds'"),
+        ({"work.lrr": 0.1}, "did you mean 'lr'"),
+        ({"method.alfa": 0.1, "method": "fedfv"}, "did you mean 'alpha'"),
+        ({"rounds": 0}, "rounds=0"),
+        ({"seeds": [1, 1]}, "different"),
+        ({"device": "tpu"}, "device"),
+    ],
+)
+def test_a_wrong_setting_is_named(settings, said):
+    with pytest.raises(EvenhandError, match=said):
+        simulate(**{**SMALL, **settings})
+
+
+# ------------------------------------------------------------------------------ personal models, chunks, resuming
+
+
+def simulation_of(name: str, chunk: int | None = None, rounds: int = 6, **settings):
+    from evenhand.engine.simulation import Simulation
+    from evenhand.experiment import prepare
+    from evenhand.methods import method
+
+    experiment = Experiment().with_settings({**SMALL, "rounds": rounds, **settings, "method": method(name)})
+    made = prepare(experiment)
+    limited = replace(made.settings, chunk=chunk)
+    return Simulation(made.dataset, made.module, made.replicas, limited, made.device)
+
+
+@pytest.mark.parametrize("name", ["fedavg", "ditto"])
+def test_a_cohort_trained_in_chunks_gives_the_same_models(name):
+    whole, pieces = simulation_of(name), simulation_of(name, chunk=1)
+    whole.run()
+    pieces.run()
+    found, expected = pieces.replicas[0].model, whole.replicas[0].model
+    assert torch.linalg.norm(found - expected) <= 1e-4 * torch.linalg.norm(expected)
+
+
+def test_ditto_trains_a_personal_model_beside_the_shared_one():
+    ditto, fedavg = simulation_of("ditto"), simulation_of("fedavg:weights=uniform")
+    ditto.run()
+    fedavg.run()
+    torch.testing.assert_close(
+        ditto.replicas[0].model, fedavg.replicas[0].model
+    )  # the shared model knows nothing of them
+    personal = ditto.replicas[0].personal
+    assert personal.shape[0] == 12
+    asked = {client for entry in ditto.replicas[0].rounds for client in entry["asked"]}
+    start = simulation_of("ditto").replicas[0].model
+    for client in range(12):
+        moved = not torch.equal(personal[client], start)
+        assert moved == (client in asked)
+    assert ditto.replicas[0].evaluations[-1]["pooled_accuracy"] > fedavg.replicas[0].evaluations[-1]["pooled_accuracy"]
+
+
+def test_dittos_first_round_is_proximal_training_towards_the_received_model():
+    personal, proximal = simulation_of("ditto:lam=0.7", rounds=1), simulation_of("fedprox:mu=0.7", rounds=1)
+    personal.run()
+    proximal.run()
+    replica = personal.replicas[0]
+    asked = replica.rounds[0]["asked"]
+    sizes = replica.partition.train.sizes[asked].astype(float)
+    mean = torch.from_numpy(sizes / sizes.sum()).float() @ replica.personal[asked]
+    torch.testing.assert_close(mean, proximal.replicas[0].model, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedlf", "ditto", "afl", "fedfa", "even", "fedadam"])
+def test_a_simulation_continues_from_a_checkpoint_to_the_same_bits(name, tmp_path):
+    from evenhand.engine.checkpoint import restore, save
+
+    through = simulation_of(name)
+    through.run()
+    stopped = simulation_of(name)
+    stopped.run(until=3)
+    save(stopped, tmp_path / "checkpoint")
+    continued = simulation_of(name)
+    restore(continued, tmp_path / "checkpoint")
+    assert continued.round == 3
+    continued.run()
+    assert torch.equal(continued.replicas[0].model, through.replicas[0].model)
+    for found, expected in zip(continued.replicas[0].evaluations, through.replicas[0].evaluations, strict=True):
+        np.testing.assert_array_equal(found["accuracies"], expected["accuracies"])
+    strip = [{key: value for key, value in entry.items() if key != "seconds"} for entry in continued.replicas[0].rounds]
+    assert strip == [
+        {key: value for key, value in entry.items() if key != "seconds"} for entry in through.replicas[0].rounds
+    ]
+
+
+def test_a_checkpoint_of_another_experiment_is_refused(tmp_path):
+    from evenhand.engine.checkpoint import restore, save
+
+    path = tmp_path / "checkpoint"
+    save(simulation_of("fedavg"), path)
+    with pytest.raises(EvenhandError, match="another seed, method or partition"):
+        restore(simulation_of("fedlf"), path)
+    with pytest.raises(EvenhandError, match="another seed, method or partition"):
+        restore(simulation_of("fedavg", seeds=[4]), path)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(EvenhandError, match="truncated or corrupt"):
+        restore(simulation_of("fedavg"), path)
