@@ -9,11 +9,19 @@ True
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from evenhand.aggregation import Aggregate, Diagnostics, aggregate
-from evenhand.checks import EvenhandError
+from evenhand.checks import EvenhandError, near_miss
 from evenhand.methods import Method, MethodInfo, method, methods, register
 from evenhand.methods.base import Objective, Round, Rule, ServerStep, Weights
 from evenhand.state import State
+
+if TYPE_CHECKING:
+    from evenhand.comparison import compare, load_comparison, resume_comparison
+    from evenhand.experiment import Experiment, load_runs, resume, simulate
+    from evenhand.fairness import client_fairness
 
 __version__ = "0.1.0"
 
@@ -21,6 +29,7 @@ __all__ = [
     "Aggregate",
     "Diagnostics",
     "EvenhandError",
+    "Experiment",
     "Method",
     "MethodInfo",
     "Objective",
@@ -30,7 +39,31 @@ __all__ = [
     "State",
     "Weights",
     "aggregate",
+    "client_fairness",
+    "compare",
+    "load_comparison",
+    "load_runs",
     "method",
     "methods",
     "register",
+    "resume",
+    "resume_comparison",
+    "simulate",
 ]
+
+# The simulator is loaded when it is first used, so that one round in somebody's own loop does not wait for it.
+LATER = {
+    **dict.fromkeys(("Experiment", "load_runs", "resume", "simulate"), "evenhand.experiment"),
+    **dict.fromkeys(("compare", "load_comparison", "resume_comparison"), "evenhand.comparison"),
+    "client_fairness": "evenhand.fairness",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in LATER:
+        return getattr(importlib.import_module(LATER[name]), name)
+    raise AttributeError(f"module 'evenhand' has no attribute {name!r}{near_miss(name, __all__)}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
