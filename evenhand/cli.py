@@ -536,7 +536,7 @@ def _print_bold(found: Comparison) -> None:
 
 def _print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     if not sys.stdout.isatty():
-        from evenhand.data.dataset import text_table
+        from evenhand.tables import text_table
 
         print(text_table([heads, *rows]))
         return

@@ -17,11 +17,12 @@ from typing import Any
 
 from evenhand.checks import EvenhandError, near_miss
 from evenhand.data import builtin, cifar, leaf, own, people, vision
-from evenhand.data.dataset import Dataset, text_table
+from evenhand.data.dataset import Dataset
 from evenhand.data.files import Alternatives, Shelf
 from evenhand.data.optional import PACKAGES
 from evenhand.data.partitioning import Partition, PartitionInfo, PartitionTable, partition, partitions
 from evenhand.data.splitting import Split
+from evenhand.tables import Listing, text_table
 
 __all__ = [
     "Dataset",
@@ -189,17 +190,8 @@ class DatasetInfo:
     options: Mapping[str, Any]
 
 
-class DatasetTable(Sequence[DatasetInfo]):
+class DatasetTable(Listing[DatasetInfo]):
     """The known data sets; prints as a table."""
-
-    def __init__(self, entries: Sequence[DatasetInfo]) -> None:
-        self._entries = tuple(entries)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._entries[index]
-
-    def __len__(self) -> int:
-        return len(self._entries)
 
     def __repr__(self) -> str:
         rows = [("data set", "samples", "classes", "shape", "from", "here", "what it is")]

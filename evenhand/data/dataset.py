@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -134,15 +134,3 @@ class Dataset:
 def shape_text(shape: tuple[int, ...]) -> str:
     """`(1, 28, 28)` -> `1x28x28`."""
     return "x".join(map(str, shape)) or "scalar"
-
-
-def text_table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
-    """Rows of words as aligned text; the columns in `right` are flush right, the last one is not padded."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)

@@ -14,7 +14,7 @@ import numpy as np
 from evenhand.checks import EvenhandError, choice, near_miss, number
 from evenhand.data import allocation
 from evenhand.data.allocation import CLIENTS, Allocation, Pool
-from evenhand.data.dataset import LOCAL_SPLIT, Dataset, Fractions, text_table
+from evenhand.data.dataset import LOCAL_SPLIT, Dataset, Fractions
 from evenhand.data.optional import need
 from evenhand.data.splitting import (
     TEST,
@@ -29,6 +29,7 @@ from evenhand.data.splitting import (
     part_sizes,
 )
 from evenhand.streams import stream
+from evenhand.tables import Listing, text_table
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -129,17 +130,8 @@ class PartitionInfo:
     options: Mapping[str, Any]
 
 
-class PartitionTable(Sequence[PartitionInfo]):
+class PartitionTable(Listing[PartitionInfo]):
     """The kinds of partition; prints as a table."""
-
-    def __init__(self, entries: Sequence[PartitionInfo]) -> None:
-        self._entries = tuple(entries)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._entries[index]
-
-    def __len__(self) -> int:
-        return len(self._entries)
 
     def __repr__(self) -> str:
         rows = [("partition", "options", "what each client holds")]

@@ -30,7 +30,7 @@ def save(simulation: Simulation, path: str | os.PathLike[str]) -> None:
         }
         for replica in simulation.replicas
     ]
-    content = {"round": simulation.round, "data": simulation.dataset.fingerprint(), "replicas": replicas}
+    content = {"round": simulation.round, "data": simulation.data_fingerprint, "replicas": replicas}
     storage.write(path, "checkpoint", content)
 
 
@@ -38,7 +38,7 @@ def restore(simulation: Simulation, path: str | os.PathLike[str]) -> None:
     """Put a freshly prepared simulation of the same experiment where the checkpoint was."""
     content = storage.read(path, "checkpoint")
     try:
-        if content["data"] != simulation.dataset.fingerprint():
+        if content["data"] != simulation.data_fingerprint:
             raise EvenhandError(f"{str(path)!r} was made on other data than {simulation.dataset.name!r} is now")
         if len(content["replicas"]) != len(simulation.replicas):
             raise EvenhandError(

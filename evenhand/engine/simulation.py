@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from time import perf_counter
 from typing import Any
 
@@ -77,6 +78,11 @@ class Simulation:
         for replica in self.replicas:
             if len(replica.partition.train) == 0:
                 raise EvenhandError("the partition has no clients")
+
+    @cached_property
+    def data_fingerprint(self) -> str:
+        """Taken once: it reads the whole data set, and every checkpoint records it."""
+        return self.dataset.fingerprint()
 
     def run(self, until: int | None = None, after_round: Callable[[Simulation], None] | None = None) -> None:
         """Play rounds up to `until` (default: all), evaluating on the way."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
@@ -25,6 +25,7 @@ from evenhand.methods.qffl import QFFL
 from evenhand.methods.server import Average, FedAdagrad, FedAdam, FedYogi, Momentum, Plain
 from evenhand.methods.term import TERM
 from evenhand.objectives import ClientMomentum, Personal, PlainRisk, Proximal
+from evenhand.tables import Listing, text_table
 
 Part = TypeVar("Part", Objective, Rule, ServerStep)
 Settings = Mapping[str, Any]
@@ -230,25 +231,13 @@ class MethodInfo:
     settings: Mapping[str, Any]
 
 
-class MethodTable(Sequence[MethodInfo]):
+class MethodTable(Listing[MethodInfo]):
     """The known methods; prints as a table."""
-
-    def __init__(self, entries: Sequence[MethodInfo]) -> None:
-        self._entries = tuple(entries)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._entries[index]
-
-    def __len__(self) -> int:
-        return len(self._entries)
 
     def __repr__(self) -> str:
         rows = [("method", "needs", "paper", "what it does")]
         rows += [(e.name, ", ".join(e.needs) or "-", e.paper, e.summary) for e in self._entries]
-        widths = [max(len(row[column]) for row in rows) for column in range(3)]
-        return "\n".join(
-            "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in rows
-        )
+        return text_table(rows)
 
 
 def methods() -> MethodTable:

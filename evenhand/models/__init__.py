@@ -24,6 +24,7 @@ from evenhand.models import networks
 from evenhand.models.recurrent import LSTM, char_lstm
 from evenhand.models.transformer import cct
 from evenhand.models.validation import Finding, validate
+from evenhand.tables import Listing, text_table
 
 __all__ = ["LSTM", "MODELS", "Finding", "Model", "ModelInfo", "ModelTable", "build", "models", "validate"]
 
@@ -180,27 +181,15 @@ class ModelInfo:
     options: Mapping[str, Any]
 
 
-class ModelTable(Sequence[ModelInfo]):
+class ModelTable(Listing[ModelInfo]):
     """The known networks; prints as a table."""
-
-    def __init__(self, entries: Sequence[ModelInfo]) -> None:
-        self._entries = tuple(entries)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._entries[index]
-
-    def __len__(self) -> int:
-        return len(self._entries)
 
     def __repr__(self) -> str:
         rows = [("model", "parameters", "for", "paper", "what it is")]
         for entry in self._entries:
             typical = f"{'x'.join(map(str, entry.shape))} -> {entry.classes}"
             rows.append((entry.name, f"{entry.parameters:,}", typical, entry.paper, entry.summary))
-        widths = [max(len(row[column]) for row in rows) for column in range(4)]
-        return "\n".join(
-            "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[4]]) for row in rows
-        )
+        return text_table(rows)
 
 
 def models() -> ModelTable:
