@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from evenhand.checks import EvenhandError, choice, near_miss, number
-from evenhand.geometry import Floats, Layers, Layout, Updates, combine, cross, gram, read_updates, restore
+from evenhand.geometry import Floats, Layers, Layout, Updates, combine, products, read_updates, restore
 from evenhand.methods import Method, method
-from evenhand.methods.base import Client, Memo, Round
+from evenhand.methods.base import Client, Memo, Round, Weights
 from evenhand.solvers import calm_blas
-from evenhand.state import SLACK, Memory, Sent, State, window_of
+from evenhand.state import Memory, State, kept_window, window_of
 
 CANCELLATION = 1e3  # terms this much longer than their sum are added up in float64
 
@@ -51,7 +51,7 @@ class Diagnostics:
     @cached_property
     def _dots(self) -> Floats:
         """Inner product of each row with the direction, per layer (layers x rows)."""
-        return np.einsum("bij,bj->bi", self.gram, self.coefficients)
+        return np.asarray((self.gram @ self.coefficients[:, :, None])[:, :, 0])
 
     @cached_property
     def direction_norm(self) -> float:
@@ -127,6 +127,7 @@ def aggregate(
     evaluate: Callable[[Any], Any] | None = None,
     on_bad: str = "exclude",
     own: bool = False,
+    keep_on: str | torch.device | None = None,
     seed: int = 0,
     **settings: Any,
 ) -> Aggregate:
@@ -144,100 +145,233 @@ def aggregate(
     layers: how tensors form layers: "module" (default), "tensor", "model", a mapping, a function, or column sizes.
     evaluate: given a trial update, returns the clients' losses at theta - trial (FedMDFG's line search).
     on_bad: "exclude" clients with NaN or Inf and say so in the diagnostics, or "raise".
-    own: the caller will not write into `updates` any more, so remembered rows need no copy.
+    own: the caller gives `state` up: its memory of absent clients is written in place and serves no other call.
+    keep_on: the device on which remembered updates are kept, where not the updates' own (e.g. "cpu").
 
     >>> import numpy as np
     >>> out = aggregate("fedfv", np.array([[1.0, 0.0], [-1.0, 1.0]]), losses=[0.5, 2.0], alpha=0.0)
     >>> out.update
     array([0.15811388, 0.47434165])
     """
-    chosen = method(rule, **settings)
+    store = _read_device(keep_on)
+    opened = open_round(
+        method(rule, **settings),
+        updates,
+        losses=losses,
+        sizes=sizes,
+        accuracies=accuracies,
+        participations=participations,
+        fairness=fairness,
+        fairness_global=fairness_global,
+        accuracy_global=accuracy_global,
+        clients=clients,
+        round=round,
+        state=state,
+        lr=lr,
+        layers=layers,
+        evaluate=evaluate,
+        on_bad=on_bad,
+        seed=seed,
+    )
+    weighed = opened.weigh(*products(opened.given, opened.memory.pieces(opened.given)))
+    return weighed.close(weighed.direction(), own=own, keep_on=store)
+
+
+# ------------------------------------------------------------------------------------------- a round in steps
+
+
+def open_round(
+    chosen: Method,
+    updates: Any,
+    *,
+    clients: Sequence[Client] | None,
+    round: int | None,
+    state: State | None,
+    lr: float | None,
+    seed: int,
+    evaluate: Callable[[Any], Any] | None = None,
+    layers: Layers = None,
+    on_bad: str = "exclude",
+    fairness_global: float | None = None,
+    accuracy_global: float | None = None,
+    **columns: Any,
+) -> Opened:
+    """Read and check everything that `aggregate` is given (columns: what it is given of each client)."""
     choice("on_bad", on_bad, ("exclude", "raise"))
     if lr is not None:
         number("lr", lr, above=0.0)
     given = read_updates(updates, layers)
-    ids = _read_clients(clients, given.rows)
+    ids = _read_clients(clients, len(given))
     _check_state(state, chosen, given.layout, clients is not None)
     index = _read_round(round, state)
-    columns = {"losses": losses, "sizes": sizes, "accuracies": accuracies}
-    columns |= {"participations": participations, "fairness": fairness}
     values = {name: _read_column(name, column, ids) for name, column in columns.items() if column is not None}
     scalars = {"fairness_global": fairness_global, "accuracy_global": accuracy_global}
     overall = {name: _read_scalar(name, value) for name, value in scalars.items() if value is not None}
     _check_inputs(chosen, {*values, *overall})
-
-    products = gram(given)
-    excluded = _bad_clients(products, values, ids)
-    _refuse(excluded, on_bad, given.rows)
-    good = [position for position, client in enumerate(ids) if client not in excluded]
-    here = given.select(good)
-    products = products[:, good][:, :, good]
-    values = {name: column[good] for name, column in values.items()}
-    _check_totals(values)
-    present = tuple(ids[position] for position in good)
-
-    memory = state.memory if state is not None else Memory()
-    seen = tuple(dict.fromkeys((*(state.seen if state is not None else ()), *present)))
-    window = window_of(chosen.rule.memory, len(seen), len(present))
-    used = memory.absent(present, index, window)
-    pieces = memory.pieces(used, here)
-    products, memory_gram = _with_past(products, here, pieces, memory, used)
-
-    moment = Round(
-        gram=products,
-        present=len(present),
-        clients=(*present, *(memory.clients[i] for i in used)),
-        ages=np.concatenate([np.zeros(len(present), dtype=np.int64), index - memory.rounds[used]]),
+    return Opened(
+        chosen=chosen,
+        given=given,
+        ids=ids,
+        named=clients is not None,
         index=index,
-        resolution=here.resolution,
-        seed=seed,
+        values=values,
+        overall=overall,
+        state=state,
         lr=lr,
-        values={name: np.append(column, _remembered(memory, name, used)) for name, column in values.items()},
-        globals=overall,
-        layers=given.layout.blocks,
+        evaluate=evaluate,
+        on_bad=on_bad,
+        seed=seed,
     )
-    with calm_blas(moment.rows):
-        weights = chosen.rule.weigh(moment, state.rule_memo if state is not None else {})
-    coefficients = np.broadcast_to(weights.coefficients, (len(products), moment.rows)).copy()
-    past = [(rows, _placed(coefficients[:, len(present) + among], at, len(rows))) for rows, among, at in pieces]
-    direction = combine(coefficients[:, : len(present)], here, past, precise=_cancels(moment, coefficients))
 
-    server_memo = _on_device(state.server_memo, direction) if state is not None else {}
-    ask = _asker(evaluate, given, direction, good)
-    flat, server_memo, remarks = chosen.server.apply(direction, server_memo, moment, weights, ask)
-    offset = chosen.server.offset(server_memo)
 
-    new_memory = Memory()
-    if chosen.rule.memory != "off" and clients is not None:
-        new_memory = _remember(memory, memory_gram, moment, here, used, window * SLACK, own)
-    return Aggregate(
-        update=restore(given.layout, flat),
-        coefficients=_in_callers_order(coefficients, good, given.rows),
-        state=State(
-            rule=chosen.rule.name,
-            server=chosen.server.name,
-            round=index,
-            named=clients is not None,
-            seen=seen,
-            layout=given.layout.signature(),
-            rule_memo=weights.memo,
-            server_memo=server_memo,
-            memory=new_memory,
-        ),
-        diagnostics=Diagnostics(
-            clients=moment.clients,
-            ages=moment.ages,
-            layers=given.layout.blocks,
-            gram=products,
-            coefficients=coefficients,
+@dataclass(frozen=True)
+class Opened:
+    """A round whose inputs are in order, before anything is known of the updates' geometry."""
+
+    chosen: Method
+    given: Updates
+    ids: tuple[Client, ...]
+    named: bool  # whether the caller named them
+    index: int
+    values: Mapping[str, Floats]
+    overall: Mapping[str, float]
+    state: State | None
+    lr: float | None
+    evaluate: Callable[[Any], Any] | None
+    on_bad: str
+    seed: int
+
+    @cached_property
+    def memory(self) -> Memory:
+        memory = self.state.memory if self.state is not None else Memory()
+        memory.check()
+        return memory
+
+    def weigh(self, products: Floats, with_past: Sequence[Floats]) -> Weighed:
+        """Leave bad clients out, look at the absent ones, and ask the rule for coefficients.
+
+        products: of the given rows with each other; with_past: of the given rows with each of the memory's pieces.
+        """
+        excluded = _bad_clients(products, self.values, self.ids)
+        _refuse(excluded, self.on_bad, len(self.given))
+        here, values, present = self.given, self.values, self.ids
+        good = np.array([position for position, client in enumerate(self.ids) if client not in excluded])
+        if excluded:
+            here, present = here.select(good.tolist()), tuple(self.ids[position] for position in good)
+            products, with_past = products[:, good][:, :, good], [piece[:, good] for piece in with_past]
+            values = {name: column[good] for name, column in values.items()}
+        _check_totals(values)
+
+        memory, kind = self.memory, self.chosen.rule.memory
+        seen = self.state.seen if self.state is not None else frozenset()
+        seen = seen | set(present) if kind == "expected" else frozenset()
+        window = window_of(kind, len(seen), len(present))
+        kept = memory.absent(present, self.index, kept_window(kind, window))
+        used = kept[self.index - memory.rounds[kept] <= window]
+        between = memory.between(with_past, len(present), len(products))
+        moment = Round(
+            gram=_joined(products, between[:, :, used], memory.gram, used),
+            present=len(present),
+            clients=(*present, *(memory.clients[i] for i in used)),
+            ages=np.concatenate([np.zeros(len(present), dtype=np.int64), self.index - memory.rounds[used]]),
+            index=self.index,
             resolution=here.resolution,
-            lr=lr,
-            excluded=excluded,
-            notes=(*weights.notes, *remarks, *_layout_notes(given.layout)),
-            facts=weights.facts,
-        ),
-        evaluation_offset=None if offset is None else restore(given.layout, [tensor.clone() for tensor in offset]),
-    )
+            seed=self.seed,
+            lr=self.lr,
+            values={name: np.append(column, _remembered(memory, name, used)) for name, column in values.items()},
+            globals=self.overall,
+            layers=here.layout.blocks,
+        )
+        with calm_blas(moment.rows):
+            weights = self.chosen.rule.weigh(moment, self.state.rule_memo if self.state is not None else {})
+        coefficients = np.broadcast_to(weights.coefficients, (len(products), moment.rows)).copy()
+        scales = memory.spread(coefficients[:, len(present) :], used) if len(used) else []
+        past = [(rows, own) for rows, own in zip(memory.pieces(here), scales, strict=bool(len(used))) if own.any()]
+        return Weighed(self, here, good, excluded, moment, weights, coefficients, past, seen, kept, between[:, :, kept])
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """A round whose coefficients are known."""
+
+    opened: Opened
+    here: Updates
+    good: np.ndarray[Any, np.dtype[np.int64]]
+    excluded: Mapping[Client, str]
+    moment: Round
+    weights: Weights
+    coefficients: Floats  # blocks x rows, present and remembered
+    past: list[tuple[Updates, Floats]]  # remembered rows with their coefficients
+    seen: frozenset[Client]
+    kept: np.ndarray[Any, np.dtype[np.int64]]
+    between: Floats  # products of the present rows with the kept ones
+
+    @property
+    def cancels(self) -> bool:
+        """Whether the combination's terms are so much longer than their sum that float32 would lose digits."""
+        square = float((self.coefficients * (self.moment.gram @ self.coefficients[:, :, None])[:, :, 0]).sum())
+        lengths = np.sqrt(np.maximum(np.diagonal(self.moment.gram, axis1=1, axis2=2), 0.0))
+        return float((np.abs(self.coefficients) * lengths).sum()) ** 2 > CANCELLATION**2 * max(square, 0.0)
+
+    def direction(self) -> list[Tensor]:
+        """The rows' combination by the coefficients."""
+        return combine(self.coefficients[:, : len(self.here)], self.here, self.past, precise=self.cancels)
+
+    def close(self, direction: list[Tensor], *, own: bool = False, keep_on: torch.device | None = None) -> Aggregate:
+        """The server step along the combined direction, and what the round leaves behind."""
+        opened, state = self.opened, self.opened.state
+        chosen, layout = opened.chosen, opened.given.layout
+        server_memo = _on_device(state.server_memo, direction) if state is not None else {}
+        ask = _asker(opened.evaluate, opened.given, direction, self.good)
+        flat, server_memo, remarks = chosen.server.apply(direction, server_memo, self.moment, self.weights, ask)
+        offset = chosen.server.offset(server_memo)
+        remember = opened.named and chosen.rule.memory != "off"
+        return Aggregate(
+            update=restore(layout, flat),
+            coefficients=_in_callers_order(self.coefficients, self.good, len(opened.given)),
+            state=State(
+                rule=chosen.rule.name,
+                server=chosen.server.name,
+                round=opened.index,
+                named=opened.named,
+                seen=self.seen,
+                layout=layout.signature(),
+                rule_memo=self.weights.memo,
+                server_memo=server_memo,
+                memory=self._memory(own, keep_on) if remember else Memory(),
+            ),
+            diagnostics=Diagnostics(
+                clients=self.moment.clients,
+                ages=self.moment.ages,
+                layers=layout.blocks,
+                gram=self.moment.gram,
+                coefficients=self.coefficients,
+                resolution=self.here.resolution,
+                lr=opened.lr,
+                excluded=self.excluded,
+                notes=(*self.weights.notes, *remarks, *_layout_notes(layout)),
+                facts=self.weights.facts,
+            ),
+            evaluation_offset=None if offset is None else restore(layout, [tensor.clone() for tensor in offset]),
+        )
+
+    def _memory(self, own: bool, keep_on: torch.device | None) -> Memory:
+        """The memory after this round: present clients' rows replace their old ones, rows past use are forgotten."""
+        memory, moment, kept = self.opened.memory, self.moment, self.kept
+        count = moment.present
+        names = sorted({*memory.values, *moment.values})
+        holders, places, held = memory.store(kept, self.here, own=own, device=keep_on)
+        products = moment.gram[:, :count, :count]
+        return Memory(
+            clients=(*(memory.clients[i] for i in kept), *moment.clients[:count]),
+            rounds=np.append(memory.rounds[kept], np.full(count, moment.index)),
+            holders=holders,
+            places=places,
+            values={name: np.append(_remembered(memory, name, kept), _present(moment, name)) for name in names},
+            gram=_joined(products, self.between, memory.gram, kept, first=False),
+            held=held,
+            turns=tuple(entry.turn[0] for entry in held),
+        )
 
 
 # --------------------------------------------------------------------------------------- checks at the door
@@ -258,6 +392,15 @@ def _read_clients(clients: Sequence[Client] | None, rows: int) -> tuple[Client, 
         twice = next(client for client in ids if ids.count(client) > 1)
         raise EvenhandError(f"client {twice!r} stands twice in clients; each update needs an id of its own")
     return ids
+
+
+def _read_device(keep_on: str | torch.device | None) -> torch.device | None:
+    if keep_on is None:
+        return None
+    try:
+        return torch.device(keep_on)
+    except (RuntimeError, TypeError) as error:
+        raise EvenhandError(f"keep_on={keep_on!r} is no device of torch; use e.g. 'cpu' or 'cuda'") from error
 
 
 def _read_round(index: int | None, state: State | None) -> int:
@@ -375,58 +518,27 @@ def _remembered(memory: Memory, name: str, used: np.ndarray[Any, Any]) -> Floats
     return np.full(len(used), np.nan) if column is None else column[used]
 
 
-Pieces = list[tuple[Updates, np.ndarray[Any, Any], np.ndarray[Any, Any]]]
+def _joined(
+    products: Floats, between: Floats, among: Floats, which: np.ndarray[Any, Any], *, first: bool = True
+) -> Floats:
+    """The Gram matrix of a round's rows and some of the remembered ones, the round's own first or last.
 
-
-def _placed(coefficients: Floats, places: np.ndarray[Any, Any], rows: int) -> Floats:
-    """Coefficients of some of a piece's rows as coefficients of all of them."""
-    full = np.zeros((len(coefficients), rows))
-    full[:, places] = coefficients
-    return full
-
-
-def _with_past(
-    products: Floats, here: Updates, pieces: Pieces, memory: Memory, used: np.ndarray[Any, Any]
-) -> tuple[Floats, Floats]:
-    """The Gram matrix of present and remembered rows; products among the remembered come from the memory."""
-    if not pieces:
-        return products, memory.gram
-    known = memory.gram
-    among = known[:, used][:, :, used]
-    if np.isnan(among).any():
-        among = _products_among(among, pieces)
-        known = known.copy()
-        known[:, used[:, None], used[None, :]] = among
-    between = np.empty((len(products), len(here), len(used)))
-    for rows, which, places in pieces:
-        between[:, :, which] = cross(here, rows)[:, :, places]
-    top = np.concatenate([products, between], axis=2)
-    bottom = np.concatenate([between.transpose(0, 2, 1), among], axis=2)
-    return np.concatenate([top, bottom], axis=1), known
-
-
-def _products_among(among: Floats, pieces: Pieces) -> Floats:
-    """Fill in products between remembered rows that no round has needed before."""
-    among = among.copy()
-    for number_, (rows, which, places) in enumerate(pieces):
-        for others, which_others, places_others in pieces[: number_ + 1]:
-            block = np.ix_(np.arange(len(among)), which, which_others)
-            if np.isnan(among[block]).any():
-                found = cross(rows, others)[:, places][:, :, places_others]
-                among[block] = found
-                among[np.ix_(np.arange(len(among)), which_others, which)] = found.transpose(0, 2, 1)
-    return among
-
-
-def _cancels(moment: Round, coefficients: Floats) -> bool:
-    """Whether the combination's terms are so much longer than their sum that float32 would lose digits."""
-    square = sum(float(row @ block @ row) for row, block in zip(coefficients, moment.gram, strict=True))
-    terms = float((np.abs(coefficients) * np.sqrt(np.maximum(np.diagonal(moment.gram, axis1=1, axis2=2), 0.0))).sum())
-    return terms**2 > CANCELLATION**2 * max(square, 0.0)
+    among: products of all remembered rows with each other, of which `which` are wanted.
+    """
+    if not len(which):
+        return products
+    blocks, new, old = between.shape
+    joined = np.empty((blocks, new + old, new + old))
+    here, there = (slice(0, new), slice(new, None)) if first else (slice(old, None), slice(0, old))
+    joined[:, here, here] = products
+    joined[:, here, there] = between
+    joined[:, there, here] = between.transpose(0, 2, 1)
+    joined[:, there, there] = among[:, which[:, None], which]
+    return joined
 
 
 def _asker(
-    evaluate: Callable[[Any], Any] | None, given: Updates, direction: list[Tensor], good: list[int]
+    evaluate: Callable[[Any], Any] | None, given: Updates, direction: list[Tensor], good: np.ndarray[Any, Any]
 ) -> Callable[[float], Floats] | None:
     if evaluate is None:
         return None
@@ -434,9 +546,9 @@ def _asker(
     def ask(scale: float) -> Floats:
         trial = evaluate(restore(given.layout, [scale * tensor for tensor in direction]))
         losses = np.asarray(torch.as_tensor(trial).detach().double().cpu().numpy())
-        if losses.shape != (given.rows,):
+        if losses.shape != (len(given),):
             raise EvenhandError(
-                f"evaluate returned shape {losses.shape}; one loss for each of {given.rows} clients is needed"
+                f"evaluate returned shape {losses.shape}; one loss for each of {len(given)} clients is needed"
             )
         losses = losses[good]
         return np.where(np.isfinite(losses), losses, np.inf)  # a step that breaks a client's loss is a bad step
@@ -454,47 +566,12 @@ def _on_device(memo: Memo, like: list[Tensor]) -> Memo:
     }
 
 
-def _remember(
-    memory: Memory,
-    products: Floats,
-    moment: Round,
-    here: Updates,
-    used: np.ndarray[Any, Any],
-    oldest: float,
-    own: bool,
-) -> Memory:
-    """The memory after this round: present clients' rows replace their old ones, rows past use are forgotten."""
-    present, count = moment.clients[: moment.present], moment.present
-    kept = memory.absent(present, moment.index, oldest)
-    grown = np.full((len(moment.gram), len(kept) + count, len(kept) + count), np.nan)
-    if len(kept):
-        grown[:, : len(kept), : len(kept)] = products[:, kept][:, :, kept]
-    place = np.searchsorted(kept, used)  # used rows are a subset of kept ones, both ascending
-    fresh = np.arange(len(kept), len(kept) + count)
-    grown[:, fresh[:, None], fresh[None, :]] = moment.gram[:, :count, :count]
-    grown[:, fresh[:, None], place[None, :]] = moment.gram[:, :count, count:]
-    grown[:, place[:, None], fresh[None, :]] = moment.gram[:, count:, :count]
-    names = {*memory.values, *moment.values}
-    rounds = np.append(memory.rounds[kept], np.full(count, moment.index))
-    return Memory(
-        clients=(*(memory.clients[i] for i in kept), *present),
-        rounds=rounds,
-        places=np.append(memory.places[kept], np.arange(count)),
-        values={name: np.append(_remembered(memory, name, kept), _present(moment, name)) for name in sorted(names)},
-        gram=grown,
-        sent=(
-            *(sent for sent in memory.sent if sent.round in rounds),
-            Sent(moment.index, count, here.keepable(copy=not own)),
-        ),
-    )
-
-
 def _present(moment: Round, name: str) -> Floats:
     column = moment.values.get(name)
     return np.full(moment.present, np.nan) if column is None else column[: moment.present]
 
 
-def _in_callers_order(coefficients: Floats, good: list[int], rows: int) -> Floats:
+def _in_callers_order(coefficients: Floats, good: np.ndarray[Any, Any], rows: int) -> Floats:
     """Excluded clients get zero coefficients, so that columns match the given updates."""
     present = len(good)
     full = np.zeros((len(coefficients), rows + coefficients.shape[1] - present))

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from evenhand.checks import EvenhandError, choice, flag, near_miss, number
 from evenhand.data import SUFFIXES, Dataset, Partition, load, partition
@@ -258,7 +259,9 @@ def prepare(
     replicas, module = [], None
     parted: dict[int, tuple[Partition, torch.Tensor]] = {}
     for seed in experiment.seeds:
+        before = module
         module = build(experiment.model, dataset.shape, dataset.classes, seed=seed, **experiment.model_options)
+        _check_frozen(before, module)
         drawn = draw_partition(dataset, experiment, seed)
         experiment.sampling.count(drawn.clients)  # a cohort that is too large is refused before the first round
         parted[seed] = (drawn, Shape.of(module).flat(module).to(device))
@@ -275,6 +278,23 @@ def prepare(
         program=experiment.program,
     )
     return Simulation(dataset, module, replicas, settings, device)
+
+
+def frozen(module: nn.Module) -> dict[str, torch.Tensor]:
+    """What training leaves as it is."""
+    return {name: tensor.detach() for name, tensor in module.named_parameters() if not tensor.requires_grad}
+
+
+def _check_frozen(one: nn.Module | None, other: nn.Module) -> None:
+    """Several seeds run as one program share what is frozen."""
+    if one is None:
+        return
+    for name, tensor in frozen(one).items():
+        if not torch.equal(tensor, frozen(other)[name]):
+            raise EvenhandError(
+                f"the frozen parameter {name!r} differs from seed to seed; load it from a file in the model's own "
+                "code, or run one seed at a time"
+            )
 
 
 def load_data(experiment: Experiment) -> Dataset:
@@ -403,6 +423,7 @@ def _notes(simulation: Simulation, runs: Runs) -> list[str]:
 
 def _runs_of(experiment: Experiment, recorder: Recorder) -> list[Run]:
     runs, simulation = [], recorder.simulation
+    still = {name: tensor.cpu() for name, tensor in frozen(simulation.module).items()}
     for replica, record in zip(simulation.replicas, recorder.records, strict=True):
         shared = simulation.shape.views(replica.evaluated.unsqueeze(0))
         own = None if replica.personal is None else simulation.shape.views(replica.personal)
@@ -413,7 +434,7 @@ def _runs_of(experiment: Experiment, recorder: Recorder) -> list[Run]:
             record.test_samples,
             record.rounds,
             record.evaluations,
-            model={name: tensor[0].cpu().clone() for name, tensor in shared.items()},
+            model={name: tensor[0].cpu().clone() for name, tensor in shared.items()} | still,
             personal=None if own is None else {name: tensor.cpu().contiguous() for name, tensor in own.items()},
             partition=replica.partition,
         )

@@ -20,7 +20,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -42,6 +42,9 @@ TINY, HUGE = 1e-28, 1e34  # squared norms outside this range are not trusted in 
 RESOLUTION = {torch.float32: 1e-7, torch.float64: 1e-14}
 
 
+Span = tuple[int, slice]
+
+
 @dataclass(frozen=True)
 class Layout:
     """The form of one client's update: its tensors, their layers, and how to give it back."""
@@ -51,12 +54,11 @@ class Layout:
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...]
     blocks: tuple[str, ...]
-    block_of: tuple[int, ...]
+    spans: tuple[tuple[Span, ...], ...]  # per tensor: which of its numbers, in order, belong to which block
     keys: tuple[str, ...]  # every entry in the caller's order, the integer ones included
     integers: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
     numpy: bool
     ordered: bool
-    array_shape: tuple[int, ...] = ()
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -65,8 +67,8 @@ class Layout:
     def signature(self) -> list[list[Any]]:
         """What two rounds must share for their rows to be compared (JSON-ready)."""
         return [
-            [name, list(shape), self.blocks[block]]
-            for name, shape, block in zip(self.names, self.shapes, self.block_of, strict=True)
+            [name, list(shape), [[self.blocks[block], columns.stop] for block, columns in spans]]
+            for name, shape, spans in zip(self.names, self.shapes, self.spans, strict=True)
         ]
 
 
@@ -110,45 +112,44 @@ class Updates:
             index = self.keep[index]
         return tuple(part[index].reshape(-1) for part in self.parts)
 
-    def keepable(self, *, copy: bool) -> tuple[Tensor | tuple[Tensor, ...], ...]:
-        """The rows in use, to be remembered: as they are where the caller gives them up, else as dense copies."""
-        if not copy and self.keep is None:
-            return self.parts
-        dense = []
-        for part, rows in enumerate(self.parts):
-            index = range(self.rows) if self.keep is None else self.keep
-            block = torch.empty(
-                len(self), self.layout.sizes[part], dtype=self.layout.dtypes[part], device=rows[0].device
-            )
-            for position, row in enumerate(index):
-                block[position].copy_(rows[row].reshape(-1))
-            dense.append(block)
-        return tuple(dense)
+    def dense(self, part: int, device: torch.device | None = None, *, copy: bool = True) -> Tensor:
+        """The rows in use of one part as one matrix (rows x size), on a device where one is named."""
+        rows = self.parts[part]
+        where = device if device is not None else rows[0].device
+        if not copy and isinstance(rows, Tensor) and self.keep is None and rows.device == where:
+            return rows
+        matrix = torch.empty(len(self), self.layout.sizes[part], dtype=self.layout.dtypes[part], device=where)
+        if isinstance(rows, Tensor) and self.keep is None:
+            return matrix.copy_(rows)
+        for position, row in enumerate(range(self.rows) if self.keep is None else self.keep):
+            matrix[position].copy_(rows[row].reshape(-1))
+        return matrix
+
+    def in_place(self, part: int, dtype: torch.dtype) -> Tensor | None:
+        """The rows of one part as they lie, where matrix products can read them so."""
+        rows = self.parts[part]
+        if isinstance(rows, Tensor) and self.keep is None and rows.dtype == dtype and _multipliable(rows):
+            return rows if self.devices is None or rows.device == self.devices[part] else None
+        return None
 
     def stretches(
-        self, part: int, dtype: torch.dtype, spare: Spare, width: int | None = None
+        self, part: int, dtype: torch.dtype, spare: Spare, span: slice, width: int | None = None
     ) -> Iterator[tuple[slice, Tensor]]:
-        """The rows of one part as (columns, dense rows x columns) pieces of the given dtype.
+        """A span of one part's columns as (columns, dense rows x columns) pieces of the given dtype.
 
         Dense rows of that dtype come as a view, whole unless a width is given; others pass through a spare buffer.
         """
-        rows, size, count = self.parts[part], self.layout.sizes[part], len(self)
+        rows, size, count = self.parts[part], span.stop - span.start, len(self)
         device = self.device_of(part)
-        in_place = (
-            isinstance(rows, Tensor)
-            and self.keep is None
-            and rows.dtype == dtype
-            and rows.device == device
-            and _multipliable(rows)
-        )
+        in_place = self.in_place(part, dtype) is not None
         if width is None:
             width = size if in_place else max(256, BUFFER // (max(count, 1) * dtype.itemsize))
         width = min(width, size)
         index = list(range(self.rows)) if self.keep is None else list(self.keep)
         chosen = None if self.keep is None else torch.as_tensor(index, device=device)
         buffer = None if in_place else spare.take(count * width, dtype, device)
-        for start in range(0, size, width):
-            columns = slice(start, min(start + width, size))
+        for start in range(span.start, span.stop, width):
+            columns = slice(start, min(start + width, span.stop))
             if buffer is None:
                 yield columns, rows[:, columns]  # type: ignore[call-overload]
                 continue
@@ -223,16 +224,9 @@ def read_updates(updates: Any, layers: Layers = None) -> Updates:
         if isinstance(first, Mapping):
             return _read_mappings(updates, layers)
         if isinstance(first, (Tensor, np.ndarray)):
-            if layers is None or isinstance(layers, str):
-                read = _read_mappings([{"update": row} for row in updates], layers)
-            else:
-                names, sizes = _column_layers(layers, math.prod(first.shape))
-                edges = [0, *itertools.accumulate(sizes)]
-                cut = [
-                    {name: row.reshape(-1)[edges[i] : edges[i + 1]] for i, name in enumerate(names)} for row in updates
-                ]
-                read = _read_mappings(cut, "tensor")
-            return replace(read, layout=replace(read.layout, form="array", array_shape=tuple(first.shape)))
+            read = _read_mappings([{"update": row} for row in updates], "model")
+            names, spans = _column_layers(None if layers == "tensor" else layers, math.prod(first.shape))
+            return replace(read, layout=replace(read.layout, form="array", blocks=names, spans=(spans,)))
         if isinstance(first, Sequence) and first and isinstance(first[0], (Tensor, np.ndarray)):
             _same_lengths(updates)
             named = [{str(i): tensor for i, tensor in enumerate(row)} for row in updates]
@@ -281,32 +275,26 @@ def _read_array(array: Tensor | np.ndarray[Any, Any], layers: Layers) -> Updates
     if tensor.numel() == 0:
         raise EvenhandError(f"updates has shape {tuple(tensor.shape)}: it holds no numbers")
     rows, shape = tensor.shape[0], tuple(tensor.shape[1:])
-    names, sizes = _column_layers(layers, math.prod(shape))
-    edges = np.cumsum([0, *sizes])
-    one = len(sizes) == 1
+    names, spans = _column_layers(layers, math.prod(shape))
     layout = Layout(
         form="array",
-        names=names,
-        shapes=(shape,) if one else tuple((size,) for size in sizes),
-        dtypes=(tensor.dtype,) * len(sizes),
+        names=("update",),
+        shapes=(shape,),
+        dtypes=(tensor.dtype,),
         blocks=names,
-        block_of=tuple(range(len(sizes))),
-        keys=names,
+        spans=(spans,),
+        keys=("update",),
         integers={},
         numpy=isinstance(array, np.ndarray),
         ordered=False,
-        array_shape=shape,
     )
-    if one:
-        return Updates(layout, (_by_row(tensor),), rows)
-    dense = tensor.reshape(rows, -1)
-    return Updates(layout, tuple(dense[:, edges[i] : edges[i + 1]] for i in range(len(sizes))), rows)
+    return Updates(layout, (_by_row(tensor),), rows)
 
 
-def _column_layers(layers: Layers, columns: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
+def _column_layers(layers: Layers, columns: int) -> tuple[tuple[str, ...], tuple[Span, ...]]:
     """Layers of a matrix: its consecutive columns, by size."""
     if layers is None or layers == "model":
-        return ("update",), (columns,)
+        return ("update",), ((0, slice(0, columns)),)
     if isinstance(layers, Mapping):
         names, sizes = tuple(map(str, layers)), tuple(layers.values())
     elif isinstance(layers, Sequence) and not isinstance(layers, str):
@@ -319,7 +307,8 @@ def _column_layers(layers: Layers, columns: int) -> tuple[tuple[str, ...], tuple
         )
     if not all(isinstance(size, (int, np.integer)) and size > 0 for size in sizes) or sum(sizes) != columns:
         raise EvenhandError(f"layers {list(sizes)} must be positive and add up to the {columns} columns of updates")
-    return names, tuple(int(size) for size in sizes)
+    edges = itertools.pairwise(itertools.accumulate(sizes, initial=0))
+    return names, tuple((block, slice(int(start), int(stop))) for block, (start, stop) in enumerate(edges))
 
 
 def _read_stacked(stacked: Mapping[str, Any], layers: Layers) -> Updates:
@@ -399,7 +388,10 @@ def _layout(example: Mapping[str, Tensor], layers: Layers, form: str, numpy: boo
         shapes=tuple(tuple(tensor.shape) for tensor in floating.values()),
         dtypes=tuple(tensor.dtype for tensor in floating.values()),
         blocks=blocks,
-        block_of=tuple(blocks.index(name) for name in groups),
+        spans=tuple(
+            ((blocks.index(group), slice(0, tensor.numel())),)
+            for group, tensor in zip(groups, floating.values(), strict=True)
+        ),
         keys=tuple(example),
         integers={
             name: (tuple(tensor.shape), tensor.dtype) for name, tensor in example.items() if name not in floating
@@ -436,35 +428,39 @@ def _grouping(layers: Layers, names: list[str]) -> Callable[[str], str]:
 @contextmanager
 def exact_products(updates: Updates) -> Iterator[None]:
     """Products in true float32: no TF32, no bfloat16 shortcuts, no autocast, no autograd."""
-    owners: list[Any] = [torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)]
-    backends = [owner for owner in owners if hasattr(owner, "fp32_precision")]
-    before = [backend.fp32_precision for backend in backends]
-    overall = "highest" if backends else torch.get_float32_matmul_precision()  # torch before 2.9 has this switch alone
     kinds = {updates.device_of(part).type for part in range(len(updates.parts))}
     with ExitStack() as stack:
-        for backend, setting in zip(backends, before, strict=True):
-            if setting not in ("ieee", "none"):
-                stack.callback(setattr, backend, "fp32_precision", setting)
-                backend.fp32_precision = "ieee"
-        if overall != "highest":
-            stack.callback(torch.set_float32_matmul_precision, overall)
-            torch.set_float32_matmul_precision("highest")
         stack.enter_context(torch.no_grad())
         for kind in kinds:
+            owner: Any = torch.backends.cuda if kind == "cuda" else torch.backends.mkldnn
+            backend = getattr(owner, "matmul", None)
+            if backend is not None and hasattr(backend, "fp32_precision"):
+                before = backend.fp32_precision
+                if before not in ("ieee", "none"):
+                    stack.callback(setattr, backend, "fp32_precision", before)
+                    backend.fp32_precision = "ieee"
+            elif torch.get_float32_matmul_precision() != "highest":  # torch before 2.9 has this switch alone
+                stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+                torch.set_float32_matmul_precision("highest")
             if torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
         yield
 
 
-def _product(left: Tensor, right: Tensor) -> Tensor:
-    """left @ right.T in float64, from float32 products over stretches of STRETCH columns; the rest in float64."""
+def _products(left: Tensor, right: Tensor, layers: Tensor | None = None) -> Tensor:
+    """left @ right.T in float64, from float32 products over stretches of STRETCH columns; the rest in float64.
+
+    With `layers` (blocks x stretches, zeros and ones) the stretches are added up per block, and the columns must be
+    stretches without a rest.
+    """
     width = left.shape[1]
-    if width <= STRETCH:
+    if width <= STRETCH and layers is None:
         return left.double() @ right.double().T
-    total = torch.zeros(left.shape[0], right.shape[0], dtype=torch.float64, device=left.device)
+    pairs = left.shape[0], right.shape[0]
     whole = width // STRETCH
     room = PARTIALS if left.device.type == "cpu" else 8 * PARTIALS
-    at_once = max(1, room // (left.element_size() * left.shape[0] * right.shape[0]))
+    at_once = max(1, room // (left.element_size() * pairs[0] * pairs[1]))
+    total: Tensor | None = None
     for start in range(0, whole, at_once):
         count = min(at_once, whole - start)
         columns = slice(start * STRETCH, (start + count) * STRETCH)
@@ -472,83 +468,136 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
             torch.unflatten(rows[:, columns], 1, (count, STRETCH)).transpose(0, 1)
             for rows in ((left,) if right is left else (left, right))
         ]
-        total += torch.bmm(batches[0], batches[-1].transpose(1, 2)).sum(0, dtype=torch.float64)
+        partial = torch.bmm(batches[0], batches[-1].transpose(1, 2))
+        if layers is None:
+            summed = partial.sum(0, dtype=torch.float64)
+        else:
+            chosen = layers if count == whole else layers[:, start : start + count]
+            summed = (chosen @ partial.view(count, -1).double()).view(-1, *pairs)
+        total = summed if total is None else total.add_(summed)
+    assert total is not None
     if whole * STRETCH < width:
         total += left[:, whole * STRETCH :].double() @ right[:, whole * STRETCH :].double().T
     return total
 
 
-def _symmetric_product(rows: Tensor) -> Tensor:
+def _symmetric_products(rows: Tensor, layers: Tensor | None = None) -> Tensor:
     """rows @ rows.T; above TILE rows only the upper triangle of tiles is computed."""
     count = rows.shape[0]
     if count <= TILE:
-        return _product(rows, rows)
-    total = torch.empty(count, count, dtype=torch.float64, device=rows.device)
+        return _products(rows, rows, layers)
+    shape = (count, count) if layers is None else (len(layers), count, count)
+    total = torch.empty(shape, dtype=torch.float64, device=rows.device)
     tiles = torch.split(rows, TILE)
     for i, left in enumerate(tiles):
         for j, right in enumerate(tiles[i:], start=i):
             here = slice(i * TILE, i * TILE + len(left)), slice(j * TILE, j * TILE + len(right))
-            total[here] = _product(left, right)
+            total[..., here[0], here[1]] = _products(left, right, layers)
             if i != j:
-                total[here[1], here[0]] = total[here].T
+                total[..., here[1], here[0]] = total[..., here[0], here[1]].mT
     return total
 
 
-def _accumulate(left: Updates, right: Updates | None = None, dtype: torch.dtype | None = None) -> Floats:
+@lru_cache(maxsize=32)
+def _layer_stretches(spans: tuple[tuple[int, int], ...], blocks: int, device: torch.device) -> Tensor | None:
+    """Which stretches belong to which block (blocks x stretches), where every span is made of whole ones.
+
+    spans: each one's block and the column where it ends.
+    """
+    if len(spans) == 1 or any(stop % STRETCH for _, stop in spans):
+        return None
+    members = torch.zeros(blocks, spans[-1][1] // STRETCH, dtype=torch.float64)
+    start = 0
+    for block, stop in spans:
+        members[block, start // STRETCH : stop // STRETCH] = 1.0
+        start = stop
+    return members.to(device)
+
+
+def _accumulate(left: Updates, right: Updates | None = None, dtype: torch.dtype | None = None) -> Tensor:
     """Inner products per block of left's rows with right's (with themselves when right is None)."""
     layout = left.layout
     shape = (len(layout.blocks), len(left), len(left if right is None else right))
     totals: dict[torch.device, Tensor] = {}
     spare, other = Spare(), Spare()
     with exact_products(left):
-        for part, block in enumerate(layout.block_of):
+        for part, spans in enumerate(layout.spans):
             device, kind = left.device_of(part), dtype or left.compute_dtype(part)
+            layers = _layer_stretches(tuple((block, span.stop) for block, span in spans), shape[0], device)
+            rows, others = left.in_place(part, kind), None if right is None else right.in_place(part, kind)
+            if layers is not None and rows is not None and (right is None or others is not None):
+                found = _symmetric_products(rows, layers) if others is None else _products(rows, others, layers)
+                totals[device] = found if device not in totals else totals[device] + found
+                continue
             if device not in totals:
                 totals[device] = torch.zeros(shape, dtype=torch.float64, device=device)
-            total = totals[device][block]
-            if right is None:
-                for _, rows in left.stretches(part, kind, spare):
-                    total += _symmetric_product(rows)
-            else:
+            for block, span in spans:
+                total = totals[device][block]
+                if right is None:
+                    for _, rows in left.stretches(part, kind, spare, span):
+                        total += _symmetric_products(rows)
+                    continue
                 width = max(256, BUFFER // (max(shape[1:]) * kind.itemsize))
-                ours, theirs = left.stretches(part, kind, spare, width), right.stretches(part, kind, other, width)
+                ours = left.stretches(part, kind, spare, span, width)
+                theirs = right.stretches(part, kind, other, span, width)
                 for (_, rows), (_, others) in zip(ours, theirs, strict=True):
-                    total += _product(rows, others)
-    summed = np.zeros(shape)
-    for total in totals.values():
-        summed += total.cpu().numpy()
-    return summed
+                    total += _products(rows, others)
+    found, *elsewhere = totals.values()
+    for total in elsewhere:
+        found = found + total.to(found.device)
+    return found
 
 
 def gram(updates: Updates) -> Floats:
     """K[b, i, j] = <row i, row j> over block b, float64 on the CPU; a row with NaN or Inf has such a diagonal."""
-    found = _accumulate(updates)
+    return products(updates)[0]
+
+
+def products(updates: Updates, past: Sequence[Updates] = ()) -> tuple[Floats, list[Floats]]:
+    """The rows' Gram matrix per block, and their inner products with each of some sets of remembered rows."""
+    return settle(updates, past, to_numpy(launch(updates, past)))
+
+
+def launch(updates: Updates, past: Sequence[Updates] = ()) -> list[Tensor]:
+    """The products of `products` where they are computed, which an accelerator may not have finished yet."""
+    return [_accumulate(updates), *(_accumulate(updates, rows) for rows in past)]
+
+
+def settle(updates: Updates, past: Sequence[Updates], found: Sequence[Floats]) -> tuple[Floats, list[Floats]]:
+    """What was launched, once it is on the CPU; anew in float64 where float32 products under- or overflowed."""
+    own, *rest = found
     if all(dtype == torch.float64 for dtype in updates.layout.dtypes):
-        return found
-    squares = np.diagonal(found, axis1=1, axis2=2)
+        return own, rest
+    squares = np.diagonal(own, axis1=1, axis2=2)
     doubtful = np.argwhere(~((squares > TINY) & (squares < HUGE)))
     # Not so for a true zero, NaN or Inf: float64 would find the same.
     if any(0.0 < _largest(updates, block, row) < np.inf for block, row in doubtful):
-        return _accumulate(updates, dtype=torch.float64)
-    return found
+        own = _accumulate(updates, dtype=torch.float64).cpu().numpy()
+    for place, rows in enumerate(past):
+        if not (np.abs(rest[place]) < HUGE).all() or _underflowed(rest[place], updates, rows):
+            rest[place] = _accumulate(updates, rows, dtype=torch.float64).cpu().numpy()
+    return own, rest
+
+
+def to_numpy(found: Sequence[Tensor]) -> list[Floats]:
+    """Float64 tensors on the CPU, from another device in one transfer."""
+    if len(found) == 1 or found[0].device.type == "cpu":
+        return [tensor.cpu().numpy() for tensor in found]
+    joined = torch.cat([tensor.reshape(-1) for tensor in found]).cpu().numpy()
+    edges = itertools.pairwise(itertools.accumulate((tensor.numel() for tensor in found), initial=0))
+    return [joined[a:b].reshape(tensor.shape) for (a, b), tensor in zip(edges, found, strict=True)]
 
 
 def _largest(updates: Updates, block: int, row: int) -> float:
     """The largest absolute number of a row in a block."""
     flat = updates.row(row)
-    parts = [part for part, owner in enumerate(updates.layout.block_of) if owner == block]
-    return float(np.max([float(flat[part].abs().max()) for part in parts]))
-
-
-def cross(updates: Updates, past: Updates) -> Floats:
-    """Inner products per block between this round's rows and remembered ones."""
-    found = _accumulate(updates, past)
-    if all(dtype == torch.float64 for dtype in updates.layout.dtypes):
-        return found
-    overflowed = not (np.abs(found) < HUGE).all()
-    if overflowed or _underflowed(found, updates, past):
-        return _accumulate(updates, past, dtype=torch.float64)
-    return found
+    sizes = [
+        float(flat[part][span].abs().max())
+        for part, spans in enumerate(updates.layout.spans)
+        for owner, span in spans
+        if owner == block
+    ]
+    return float(np.max(sizes))
 
 
 def _underflowed(found: Floats, updates: Updates, past: Updates) -> bool:
@@ -578,16 +627,24 @@ def combine(
     """
     layout = updates.layout
     sources = [(updates, coefficients), *past]
+    alike = all((scales == scales[:1]).all() for _, scales in sources)  # one combination for the whole model
     combined, spare = [], Spare()
     with exact_products(updates):
-        for part, block in enumerate(layout.block_of):
+        for part, spans in enumerate(layout.spans):
             kind = torch.float64 if precise else updates.compute_dtype(part)
-            device = updates.device_of(part)
-            out = torch.zeros(layout.sizes[part], dtype=kind, device=device)
+            device, size = updates.device_of(part), layout.sizes[part]
+            out: Tensor | None = None
             for source, scales in sources:
-                weights = torch.as_tensor(scales[block], dtype=kind, device=device)
-                for columns, rows in source.stretches(part, kind, spare):
-                    out[columns].addmv_(rows.T, weights)
+                weights = torch.from_numpy(scales[:1] if alike else scales).to(kind).to(device)
+                for block, span in [(0, slice(0, size))] if alike else spans:
+                    for columns, rows in source.stretches(part, kind, spare, span):
+                        if out is None and columns == slice(0, size):
+                            out = torch.mv(rows.T, weights[block])
+                            continue
+                        if out is None:
+                            out = torch.zeros(size, dtype=kind, device=device)
+                        out[columns].addmv_(rows.T, weights[block])
+            assert out is not None
             combined.append(out)
     return combined
 
@@ -599,8 +656,7 @@ def restore(layout: Layout, flat: Sequence[Tensor]) -> Any:
         for name, tensor, shape, dtype in zip(layout.names, flat, layout.shapes, layout.dtypes, strict=True)
     }
     if layout.form == "array":
-        whole = next(iter(shaped.values())) if len(shaped) == 1 else torch.cat(list(shaped.values()))
-        whole = whole.reshape(layout.array_shape)
+        whole = shaped["update"]
         return whole.numpy() if layout.numpy else whole
     device = flat[0].device
     for name, (shape, dtype) in layout.integers.items():

@@ -7,11 +7,12 @@ remembered updates, so that a round costs products with its own rows alone.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from evenhand import storage
@@ -19,16 +20,24 @@ from evenhand.checks import EvenhandError
 from evenhand.geometry import Floats, Updates, past_updates
 from evenhand.methods.base import Client, Memo
 
-SLACK = 2.0  # rows up to this many windows old are kept, since a smaller cohort widens the "expected" window again
+Integers = np.ndarray[Any, np.dtype[np.int64]]
+
+SLACK = 2.0  # windows that a row is kept with absent="expected", since a smaller cohort widens the window again
 
 
 @dataclass(frozen=True)
-class Sent:
-    """The updates that one round's clients sent, kept together: dense (rows x size) or one tensor a row, per entry."""
+class Held:
+    """Remembered rows kept together: the first `rows` of a matrix (rows x size) per entry of the layout.
 
-    round: int
+    `turn` counts how often rows were written in place; a memory made before the last time is out of date.
+    """
+
     rows: int
-    parts: tuple[Tensor | tuple[Tensor, ...], ...]
+    parts: tuple[Tensor, ...]
+    turn: list[int] = field(default_factory=lambda: [0], compare=False)
+
+    def filled(self) -> tuple[Tensor, ...]:
+        return tuple(part[: self.rows] for part in self.parts)
 
 
 @dataclass(frozen=True)
@@ -36,29 +45,95 @@ class Memory:
     """The latest update of each client seen, with its round, its numbers, and the rows' inner products per block."""
 
     clients: tuple[Client, ...] = ()
-    rounds: np.ndarray[Any, np.dtype[np.int64]] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    places: np.ndarray[Any, np.dtype[np.int64]] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    rounds: Integers = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    holders: Integers = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # which of `held` has the row
+    places: Integers = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # which of its rows it is
     values: Mapping[str, Floats] = field(default_factory=dict)
-    gram: Floats = field(default_factory=lambda: np.zeros((0, 0, 0)))  # NaN where not computed yet
-    sent: tuple[Sent, ...] = ()  # where client i's row is number places[i] of its round's
+    gram: Floats = field(default_factory=lambda: np.zeros((0, 0, 0)))
+    held: tuple[Held, ...] = ()
+    turns: tuple[int, ...] = ()  # the turn of each of `held` when this memory was made
 
-    def absent(self, present: Sequence[Client], index: int, window: float) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Positions of the rows to use: clients not present, at most `window` rounds old."""
+    def check(self) -> None:
+        """Refuse a memory whose rows a later round has written over."""
+        if any(held.turn[0] != turn for held, turn in zip(self.held, self.turns, strict=True)):
+            raise EvenhandError(
+                "this state was given up (own=True) to a later round, which has written over its memory; pass the "
+                "newest state, or call with own=False where a state shall serve more than once"
+            )
+
+    def absent(self, present: Collection[Client], index: int, window: float) -> Integers:
+        """Positions of the rows of clients not present that are at most `window` rounds old."""
         here = set(present)
         away = np.array([client not in here for client in self.clients], dtype=bool)
-        return np.flatnonzero(away & (index - self.rounds <= window) & (index - self.rounds >= 1))
+        return np.flatnonzero(away & (index - self.rounds <= window))
 
-    def pieces(self, used: np.ndarray[Any, Any], like: Updates) -> list[tuple[Updates, np.ndarray[Any, Any], Any]]:
-        """The rounds that hold the used rows: all their rows, which of `used` are among them, and where.
+    def pieces(self, like: Updates) -> list[Updates]:
+        """All remembered rows as they lie, beside the updates of a round."""
+        return [past_updates(like, held.filled(), held.rows) for held in self.held]
 
-        Most rows of a round are usually in use, and reading it whole is cheaper than picking rows out of it.
-        """
-        found = []
-        for sent in self.sent:
-            among = np.flatnonzero(self.rounds[used] == sent.round)
-            if len(among):
-                found.append((past_updates(like, sent.parts, sent.rows), among, self.places[used[among]]))
+    def between(self, products: Sequence[Floats], rows: int, blocks: int) -> Floats:
+        """Products of a round's rows with each of the pieces, as products with the remembered clients in order."""
+        found = np.empty((blocks, rows, len(self.clients)))
+        for holder, piece in enumerate(products):
+            mine = np.flatnonzero(self.holders == holder)
+            found[:, :, mine] = piece[:, :, self.places[mine]]
         return found
+
+    def spread(self, coefficients: Floats, used: Integers) -> list[Floats]:
+        """Coefficients of the used rows (blocks x used) as coefficients of all rows of each piece."""
+        found = []
+        for holder, held in enumerate(self.held):
+            mine = self.holders[used] == holder
+            scales = np.zeros((len(coefficients), held.rows))
+            scales[:, self.places[used[mine]]] = coefficients[:, mine]
+            found.append(scales)
+        return found
+
+    def store(
+        self, kept: Integers, fresh: Updates, *, own: bool, device: torch.device | None = None
+    ) -> tuple[Integers, Integers, tuple[Held, ...]]:
+        """Holders, places and held rows of the kept clients and then of the fresh rows.
+
+        Fresh rows are copied beside what is there, so that this memory stays as it is; with `own` they are written over
+        rows that are not kept, in one matrix that holds them all, and this memory is out of date.
+        """
+        if own:
+            return self._store_in_place(kept, fresh, device)
+        still = sorted(set(self.holders[kept].tolist()))
+        holders = np.append(np.searchsorted(still, self.holders[kept]), np.full(len(fresh), len(still)))
+        places = np.append(self.places[kept], np.arange(len(fresh)))
+        copies = tuple(fresh.dense(part, device) for part in range(len(fresh.parts)))
+        return holders, places, (*(self.held[i] for i in still), Held(len(fresh), copies))
+
+    def _store_in_place(
+        self, kept: Integers, fresh: Updates, device: torch.device | None
+    ) -> tuple[Integers, Integers, tuple[Held, ...]]:
+        one = len(self.held) == 1
+        before = self.places[kept] if one else np.arange(len(kept))
+        taken = set(before.tolist())
+        free = [place for place in range(len(kept) + len(fresh)) if place not in taken][: len(fresh)]
+        filled = self.held[0].rows if one else len(kept)
+        rows = max(filled, max(free, default=-1) + 1)
+        index = torch.tensor(free)
+        parts = []
+        for part in range(len(fresh.parts)):
+            rows_now = fresh.dense(part, device, copy=False)
+            bank = self.held[0].parts[part] if one else None
+            if bank is None or len(bank) < rows or bank.device != rows_now.device:
+                grown = rows_now.new_empty(rows + rows // 2, rows_now.shape[1])
+                if bank is not None:
+                    grown[:filled] = bank[:filled]
+                else:
+                    for place, position in enumerate(kept.tolist()):
+                        holder = self.held[self.holders[position]].parts[part]
+                        grown[place] = holder[self.places[position]]
+                bank = grown
+            bank.index_copy_(0, index.to(bank.device), rows_now)
+            parts.append(bank)
+        turn = self.held[0].turn if one else [0]
+        turn[0] += 1
+        holders = np.zeros(len(kept) + len(fresh), dtype=np.int64)
+        return holders, np.append(before, free).astype(np.int64), (Held(rows, tuple(parts), turn),)
 
 
 def window_of(absent: str, seen: int, present: int) -> float:
@@ -66,6 +141,11 @@ def window_of(absent: str, seen: int, present: int) -> float:
     if absent == "off":
         return 0.0
     return seen / present if absent == "expected" else float(absent.partition(":")[2])
+
+
+def kept_window(absent: str, window: float) -> float:
+    """How many rounds rows are kept that a later round may look back to."""
+    return SLACK * window if absent == "expected" else window
 
 
 @dataclass(frozen=True)
@@ -76,17 +156,14 @@ class State:
     server: str
     round: int
     named: bool  # whether the clients were named; without names nobody can be remembered
-    seen: tuple[Client, ...]
+    seen: frozenset[Client]  # everybody so far, where the memory's window depends on it
     layout: list[list[Any]]
     rule_memo: Memo = field(default_factory=dict)
     server_memo: Memo = field(default_factory=dict)
     memory: Memory = field(default_factory=Memory)
 
     def __repr__(self) -> str:
-        return (
-            f"State({self.rule!r} after round {self.round}, {len(self.seen)} clients seen, "
-            f"{len(self.memory.clients)} updates remembered)"
-        )
+        return f"State({self.rule!r} after round {self.round}, {len(self.memory.clients)} updates remembered)"
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write one safetensors file, atomically: an interrupted save leaves an older file as it was."""
@@ -104,17 +181,15 @@ class State:
         """Nested values that `evenhand.storage` can write."""
         flat = {name: getattr(self, name) for name in self.__dataclass_fields__}
         flat["memory"] = {name: getattr(self.memory, name) for name in self.memory.__dataclass_fields__}
-        flat["memory"]["sent"] = [{"round": e.round, "rows": e.rows, "parts": e.parts} for e in self.memory.sent]
+        flat["memory"]["held"] = [{"rows": e.rows, "parts": e.filled()} for e in self.memory.held]
+        del flat["memory"]["turns"]
+        flat["seen"] = sorted(self.seen, key=lambda client: (isinstance(client, str), client))
         return flat
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> State:
         memory = dict(plain["memory"])
         memory["clients"] = tuple(memory["clients"])
-        memory["sent"] = tuple(_sent(entry) for entry in memory["sent"])
-        return cls(**{**plain, "seen": tuple(plain["seen"]), "memory": Memory(**memory)})
-
-
-def _sent(entry: Mapping[str, Any]) -> Sent:
-    parts = tuple(tuple(part) if isinstance(part, list) else part for part in entry["parts"])
-    return Sent(entry["round"], entry["rows"], parts)
+        memory["held"] = tuple(Held(entry["rows"], tuple(entry["parts"])) for entry in memory["held"])
+        memory["turns"] = (0,) * len(memory["held"])
+        return cls(**{**plain, "seen": frozenset(plain["seen"]), "memory": Memory(**memory)})

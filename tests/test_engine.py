@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from dataclasses import replace
 
@@ -11,9 +12,10 @@ import torch
 from torch import nn
 
 from evenhand.checks import EvenhandError
-from evenhand.engine.batches import join, plan
+from evenhand.engine.batches import Batches, join, plan
+from evenhand.engine.programs import Batched, FeedForward, Sequential, choose_program
 from evenhand.engine.sampling import Sampling
-from evenhand.engine.training import Batched, FeedForward, LocalWork, Sequential, Shape, choose_program, train
+from evenhand.engine.training import Local, LocalWork, Shape
 from evenhand.experiment import Experiment, simulate
 from evenhand.models import build
 from evenhand.streams import stream
@@ -30,38 +32,42 @@ def cohort_of(sizes: list[int], features: int = 12, classes: int = 4, seed: int 
     return inputs, targets, [np.arange(a, b) for a, b in itertools.pairwise(edges)]
 
 
-def trained(program, module, sizes, work: LocalWork, *, momentum=0.0, pull=0.0, rates=None, epochs=None):
-    inputs, targets, samples = cohort_of(sizes)
-    shape = Shape.of(module)
-    rows = shape.flat(module).repeat(len(sizes), 1)
-    received = rows.clone()
+def steps_of(sizes, work: LocalWork, epochs=None):
     epochs = np.full(len(sizes), float(work.epochs)) if epochs is None else np.asarray(epochs, dtype=float)
-    steps = plan(samples, epochs=epochs, batch_size=work.batch_size, rng=stream(3, "batches", 1))
+    samples = cohort_of(sizes)[2]
+    return plan(samples, epochs=epochs, batch_size=work.batch_size, rng=stream(3, "batches", 1))
+
+
+def trained(program, module, sizes, work: LocalWork, *, momentum=0.0, pull=0.0, rates=None, epochs=None):
+    """Updates, and losses and accuracies of the received model."""
+    inputs, targets, _ = cohort_of(sizes)
+    shape = Shape.of(module)
+    batches = Batches.of(steps_of(sizes, work, epochs), torch.device("cpu"))
 
     def column(value):
         return torch.full((len(sizes), 1), float(value)) if value else None
 
     rates = torch.full((len(sizes), 1), work.lr) if rates is None else torch.tensor(rates).view(-1, 1)
-    train(
-        program, shape, rows, received, steps, inputs, targets, work,
-        rates=rates, momentum=column(momentum), pull=column(pull),
-    )  # fmt: skip
-    return rows
+    local = Local(program, shape, inputs, targets, work)
+    model = shape.flat(module).unsqueeze(0)
+    updates, measured = local.round(model, batches, rates=rates, momentum=column(momentum), pull=column(pull))
+    return torch.cat([view.flatten(1) for view in shape.views(model - updates).values()], dim=1), measured
 
 
 def by_hand(module, sizes, work: LocalWork, *, momentum=0.0, pull=0.0, epochs=None):
     """torch's own SGD on a copy of the module, client by client, on the planned batches."""
-    import copy
-
     inputs, targets, samples = cohort_of(sizes)
-    epochs = np.full(len(sizes), float(work.epochs)) if epochs is None else np.asarray(epochs, dtype=float)
-    steps = plan(samples, epochs=epochs, batch_size=work.batch_size, rng=stream(3, "batches", 1))
-    rows = []
+    steps = steps_of(sizes, work, epochs)
+    rows, measured = [], []
     for client in range(len(sizes)):
         model = copy.deepcopy(module)
+        own = samples[client]
+        scores = model(inputs[own]).detach()
+        right = (scores.argmax(1) == targets[own]).double().mean()
+        measured.append(torch.stack([nn.functional.cross_entropy(scores, targets[own]).double(), right]))
         start = [parameter.detach().clone() for parameter in model.parameters()]
         optimiser = torch.optim.SGD(model.parameters(), lr=work.lr, momentum=momentum)
-        for index, weights in zip(steps.indices[:, client], steps.weights[:, client], strict=True):
+        for index, weights in zip(steps.indices[client], steps.weights[client], strict=True):
             real = weights > 0
             if not real.any():
                 continue
@@ -74,7 +80,7 @@ def by_hand(module, sizes, work: LocalWork, *, momentum=0.0, pull=0.0, epochs=No
                 nn.utils.clip_grad_norm_(model.parameters(), work.clip)
             optimiser.step()
         rows.append(torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()]))
-    return torch.stack(rows)
+    return torch.stack(rows), torch.stack(measured, dim=1)
 
 
 SIZES = [23, 40, 7, 40]
@@ -102,17 +108,18 @@ def test_every_program_trains_as_torch_does(case, kind):
     else:
         module = build(kind, (12,), 4, seed=1)
         programs = [FeedForward(module), Batched(module), Sequential(module)]
-    expected = by_hand(module, SIZES, work, **more)
+    expected, said = by_hand(module, SIZES, work, **more)
     for program in programs:
-        found = trained(program, module, SIZES, work, **more)
+        found, measured = trained(program, module, SIZES, work, **more)
+        torch.testing.assert_close(measured, said, rtol=1e-5, atol=1e-6)
         assert torch.linalg.norm(found - expected) <= TOLERANCE * torch.linalg.norm(expected), program.name
 
 
 def test_each_client_can_have_a_learning_rate_of_its_own():
     module, work = build("mlp", (12,), 4, seed=1), LocalWork(batch_size=8)
-    together = trained(FeedForward(module), module, SIZES, work, rates=[0.1, 0.2, 0.3, 0.05])
+    together, _ = trained(FeedForward(module), module, SIZES, work, rates=[0.1, 0.2, 0.3, 0.05])
     for client, rate in enumerate([0.1, 0.2, 0.3, 0.05]):
-        alone = by_hand(module, SIZES, LocalWork(batch_size=8, lr=rate))[client]
+        alone = by_hand(module, SIZES, LocalWork(batch_size=8, lr=rate))[0][client]
         torch.testing.assert_close(together[client], alone, rtol=1e-3, atol=1e-5)
 
 
@@ -134,10 +141,13 @@ def test_a_plan_shows_every_sample_once_an_epoch(batch_size):
     _, _, samples = cohort_of(SIZES)
     steps = plan(samples, epochs=np.full(4, 2.0), batch_size=batch_size, rng=stream(0, "batches"))
     for client, own in enumerate(samples):
-        real = steps.weights[:, client] > 0
-        shown = steps.indices[:, client][real]
+        real = steps.weights[client] > 0
+        shown = steps.indices[client][real]
         assert sorted(shown.tolist()) == sorted(own.tolist() * 2)
-        sums = steps.weights[:, client].sum(axis=1)
+        counted = steps.shares[client] > 0
+        assert sorted(steps.indices[client, : counted.shape[0]][counted].tolist()) == own.tolist()
+        assert steps.shares[client].sum() == pytest.approx(1.0)
+        sums = steps.weights[client].sum(axis=1)
         np.testing.assert_allclose(sums[sums > 0], 1.0, rtol=1e-6)  # a batch's loss is its mean
 
 
@@ -146,11 +156,11 @@ def test_joined_plans_keep_each_cohort_as_it_was():
     one = plan(samples[:2], epochs=np.ones(2), batch_size=8, rng=stream(0, "batches"))
     two = plan(samples[2:], epochs=np.ones(2), batch_size=5, rng=stream(1, "batches"))
     both = join([one, two])
-    np.testing.assert_array_equal(
-        both.indices[: len(two.indices), 2:, :5][two.weights > 0], two.indices[two.weights > 0]
-    )
-    assert both.weights[:, :2].sum() == pytest.approx(one.weights.sum())
-    assert both.weights[:, 2:].sum() == pytest.approx(two.weights.sum())
+    mine = both.indices[2:, : two.indices.shape[1], :5]
+    np.testing.assert_array_equal(mine[two.weights > 0], two.indices[two.weights > 0])
+    for name in ("weights", "shares"):
+        assert getattr(both, name)[:2].sum() == pytest.approx(getattr(one, name).sum())
+        assert getattr(both, name)[2:].sum() == pytest.approx(getattr(two, name).sum())
 
 
 # --------------------------------------------------------------------------------------------------------- sampling
@@ -365,3 +375,39 @@ def test_a_checkpoint_of_another_experiment_is_refused(tmp_path):
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(EvenhandError, match="truncated or corrupt"):
         restore(simulation_of("fedavg"), path)
+
+
+# ------------------------------------------------------------------------------------------------ frozen parameters
+
+
+class HalfFrozen(nn.Sequential):
+    """A user's network whose first layer was trained elsewhere."""
+
+    def __init__(self, shape, classes):
+        super().__init__(nn.Flatten(), nn.Linear(int(np.prod(shape)), 8), nn.ReLU(), nn.Linear(8, classes))
+        for parameter in self[1].parameters():
+            parameter.requires_grad_(False)
+
+
+class Loaded(HalfFrozen):
+    def __init__(self, shape, classes):
+        super().__init__(shape, classes)
+        for parameter in self[1].parameters():
+            parameter.fill_(0.01)
+
+
+@pytest.mark.parametrize("program", ["auto", "sequential"])
+def test_frozen_parameters_stay_as_they_are(program):
+    run, _ = simulate(method="fedlf", model=f"{__name__}:Loaded", **SMALL, program=program, seeds=[0, 1])
+    assert list(run.model) == ["3.weight", "3.bias", "1.weight", "1.bias"]
+    assert (run.model["1.weight"] == 0.01).all()
+    assert len(run.rounds[0]["layer_conflicts"]) == 1
+    assert run.rounds[0]["bytes_up"] < 8 * (8 * 10 + 10) * 4
+    with pytest.raises(EvenhandError, match=r"frozen parameter '1.weight' differs from seed to seed"):
+        simulate(method="fedlf", model=f"{__name__}:HalfFrozen", **SMALL, seeds=[0, 1])
+
+
+def test_a_model_that_is_all_frozen_is_refused():
+    module = nn.Linear(3, 2).requires_grad_(False)
+    with pytest.raises(EvenhandError, match="no parameter to train"):
+        Shape.of(module)

@@ -19,10 +19,10 @@ from evenhand.geometry import (
     STRETCH,
     TILE,
     combine,
-    cross,
     exact_products,
     gram,
     past_updates,
+    products,
     read_updates,
     restore,
 )
@@ -338,7 +338,7 @@ def test_float32_products_are_right_to_2e_7(rows, columns):
         assert worst(gram(read_updates(given))[0], reference(given), given.numpy()) <= allowed(columns)
         past = past_updates(read_updates(given), (positive.flip(1),), rows)
         wanted = given.double().numpy() @ positive.flip(1).double().numpy().T
-        found = cross(read_updates(given), past)[0]
+        found = products(read_updates(given), [past])[1][0][0]
         assert worst(found, wanted, given.numpy(), positive.numpy()) <= allowed(columns)
 
 
@@ -419,7 +419,7 @@ def test_any_scale_of_float32_is_right(scale, columns):
 def test_any_scale_of_remembered_rows_is_right(here, there, columns):
     now, then = random(4, columns, scale=here), random(3, columns, seed=1, scale=there)
     updates = read_updates(now)
-    found = cross(updates, past_updates(updates, (then,), len(then)))[0]
+    found = products(updates, [past_updates(updates, (then,), len(then))])[1][0][0]
     wanted = now.double().numpy() @ then.double().numpy().T
     assert worst(found, wanted, now.double().numpy(), then.double().numpy()) <= 2e-7
 
@@ -431,6 +431,24 @@ def test_rows_of_very_different_scales_are_right_together():
     blocks = read_updates([{"first.w": row, "second.w": row.flip(0)} for row in given])
     for block in gram(blocks):
         assert worst(block, reference(given), given.double().numpy()) <= 2e-7
+
+
+@pytest.mark.parametrize("rows", [1, 3, TILE + 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("sizes", [[STRETCH, 2 * STRETCH, STRETCH], [STRETCH, STRETCH + 1, 3], [5, 2 * STRETCH]])
+def test_layers_of_a_matrix_are_told_apart(rows, dtype, sizes):
+    """Layers made of whole stretches are multiplied in one go, others one by one: the same products, to rounding."""
+    matrix = random(rows, sum(sizes)).to(dtype)
+    then = random(4, sum(sizes)).to(dtype)
+    updates = read_updates(matrix, sizes)
+    own, (past,) = products(updates, [past_updates(updates, (then,), len(then))])
+    tolerance = 2e-6 if dtype == torch.float32 else 1e-13
+    pieces = zip(matrix.double().split(sizes, dim=1), then.double().split(sizes, dim=1), strict=True)
+    for block, (now, before) in enumerate(pieces):
+        lengths, others = now.norm(dim=1), before.norm(dim=1)
+        for found, other, size in ((own, now, lengths), (past, before, others)):
+            errors = np.abs(found[block] - (now @ other.T).numpy()) / torch.outer(lengths, size).numpy()
+            assert errors.max() <= tolerance
 
 
 def test_zero_rows_have_zero_products():
@@ -491,7 +509,7 @@ def test_a_lower_matmul_precision_does_not_reach_the_products(matmul_precision, 
 def test_the_switches_are_set_for_the_products_and_put_back(matmul_precision, precision):
     """Whether this machine's kernels would use TF32 or bfloat16 or not."""
     matmul_precision(precision)
-    backends = [torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)]
+    backends = [getattr(torch.backends.mkldnn, "matmul", None)]  # of the device where the updates are
     backends = [backend for backend in backends if hasattr(backend, "fp32_precision")]
 
     def now():

@@ -303,13 +303,18 @@ def test_bad_client_ids_are_refused(clients, said):
 
 def test_numpy_ids_are_the_same_as_plain_ones():
     out = eh.aggregate("even", updates_of(), losses=np.ones(5), clients=np.arange(5))
-    assert out.state.seen == (0, 1, 2, 3, 4)
+    assert out.state.seen == {0, 1, 2, 3, 4}
     assert all(type(client) is int for client in out.diagnostics.clients)
     again = eh.aggregate("even", updates_of()[:2], losses=[1.0, 2.0], clients=[3, 4], state=out.state)
     assert again.diagnostics.clients == (3, 4, 0, 1, 2)
     named = eh.aggregate("even", updates_of(), losses=np.ones(5), clients=np.array(IDS))
-    assert named.state.seen == tuple(IDS)
+    assert named.state.seen == set(IDS)
     assert all(type(client) is str for client in named.state.seen)
+
+
+@pytest.mark.parametrize("keep_on", ["nowhere", "cpu:x", 3.5])
+def test_an_unknown_device_to_keep_updates_on_is_refused(keep_on):
+    refused("keep_on=", "even", updates_of(), losses=np.ones(5), clients=IDS, keep_on=keep_on)
 
 
 def test_the_position_and_the_tensor_of_a_misfit_are_named():

@@ -228,6 +228,7 @@ def test_a_missing_library_is_made_up_for(monkeypatch, missing, boxed, used):
     if "piqp" not in missing and used == "piqp":
         pytest.importorskip("piqp")
     absent(monkeypatch, *missing)
+    monkeypatch.setattr(solvers, "_pivoting", gives_up)
     low, high = BOX if boxed else (np.zeros(12), np.ones(12))
     solved = min_norm(GRAM, *BOX) if boxed else min_norm(GRAM)
     assert solved.solver.split()[0] == used
@@ -244,11 +245,28 @@ def test_large_problems_take_another_way(monkeypatch, missing, boxed, used):
     if used == "piqp":
         pytest.importorskip("piqp")
     absent(monkeypatch, *missing)
+    monkeypatch.setattr(solvers, "_pivoting", gives_up)
     rows = vectors(1, LARGE + 10, "full")
     low, high = box(2, len(rows), 0.01) if boxed else (np.zeros(len(rows)), np.ones(len(rows)))
     solved = min_norm(rows @ rows.T, low, high) if boxed else min_norm(rows @ rows.T)
     assert solved.solver.split()[0] == used
     assert_optimal(solved, rows, low, high)
+
+
+@pytest.mark.parametrize("kind", ["full", "duplicates"])
+@pytest.mark.parametrize("count", [2, 12, 60, LARGE + 10])
+def test_pivoting_alone_finds_the_point(monkeypatch, count, kind):
+    """The first choice needs none of the others where the hull stays away from the origin."""
+    for name in ("_daqp", "_nnls", "_piqp"):
+        monkeypatch.setattr(solvers, name, gives_up)
+    for seed in range(5):
+        rows = np.random.default_rng(seed).standard_normal((count, 300))
+        rows += np.random.default_rng(seed + 9).standard_normal(rows.shape[1]) * (seed / 5)
+        if kind == "duplicates":
+            rows[1:] = np.where(np.arange(1, count)[:, None] % 3 == 0, rows[:1], rows[1:])
+        solved = min_norm(rows @ rows.T)
+        assert solved.solver.startswith("pivoting")
+        assert_optimal(solved, rows, np.zeros(count), np.ones(count))
 
 
 def gives_up(problem):
@@ -267,11 +285,15 @@ def far_off(problem):
 
 
 @pytest.mark.parametrize("answer", [gives_up, nonsense, far_off])
-@pytest.mark.parametrize(("boxed", "used"), [(False, "nnls"), (True, "piqp")])
-def test_a_failing_or_wrong_solver_is_followed_by_the_next(monkeypatch, answer, boxed, used):
+@pytest.mark.parametrize(
+    ("failing", "boxed", "used"),
+    [(("_pivoting",), False, "daqp"), (("_pivoting", "_daqp"), False, "nnls"), (("_daqp",), True, "piqp")],
+)
+def test_a_failing_or_wrong_solver_is_followed_by_the_next(monkeypatch, answer, failing, boxed, used):
     if used == "piqp":
         pytest.importorskip("piqp")
-    monkeypatch.setattr(solvers, "_daqp", answer)
+    for name in failing:
+        monkeypatch.setattr(solvers, name, answer)
     low, high = BOX if boxed else (np.zeros(12), np.ones(12))
     solved = min_norm(GRAM, *BOX) if boxed else min_norm(GRAM)
     assert solved.solver.split()[0] == used
@@ -279,7 +301,7 @@ def test_a_failing_or_wrong_solver_is_followed_by_the_next(monkeypatch, answer, 
 
 
 def test_an_answer_that_is_not_optimal_says_so(monkeypatch):
-    for name in ("_daqp", "_nnls", "_piqp"):
+    for name in ("_pivoting", "_daqp", "_nnls", "_piqp"):
         monkeypatch.setattr(solvers, name, far_off)
     solved = min_norm(GRAM)
     assert not solved.verified
@@ -288,7 +310,7 @@ def test_an_answer_that_is_not_optimal_says_so(monkeypatch):
 
 
 def test_no_answer_at_all_is_an_error(monkeypatch):
-    for name in ("_daqp", "_nnls", "_piqp"):
+    for name in ("_pivoting", "_daqp", "_nnls", "_piqp"):
         monkeypatch.setattr(solvers, name, gives_up)
     with pytest.raises(EvenhandError, match="no solver found the min-norm point of 12 rows"):
         min_norm(GRAM)

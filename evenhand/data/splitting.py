@@ -6,6 +6,7 @@ Everything works on whole arrays: a million clients cost a few sorts.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -34,7 +35,7 @@ class Split:
     def __repr__(self) -> str:
         return f"<Split of {len(self.indices):,} samples over {len(self):,} clients>"
 
-    @property
+    @cached_property
     def sizes(self) -> np.ndarray:
         """How many samples each client holds."""
         return np.diff(self.offsets)

@@ -1,14 +1,15 @@
 """Which samples each client sees at each local step, packed for one batched program.
 
-A cohort's local work is a plan of steps x rows x batch sample indices with weights: padding has weight zero, and the
+A cohort's local work is a plan of rows x steps x batch sample indices with weights: padding has weight zero, and the
 weights of a real batch add up to one, so that a batch's loss is its mean. A client with less data than the
-largest takes fewer steps; on the steps that it does not take all its weights are zero and it stands still.
+largest takes fewer steps; on the steps that it does not take all its weights are zero and it stands still. The first
+epoch is always there in full, so that every client's loss at the received model can be measured on the same samples.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,18 +22,20 @@ Floats32 = np.ndarray[Any, np.dtype[np.float32]]
 
 @dataclass(frozen=True)
 class Plan:
-    """Local steps of a cohort: sample indices and weights, steps x rows x batch."""
+    """Local steps of a cohort: sample indices and their weights, rows x steps x batch."""
 
     indices: Indices
-    weights: Floats32
+    weights: Floats32  # in training
+    shares: Floats32  # in the mean over a client's own data: the first epoch's steps alone
+    steps: int  # how many of the steps anybody trains on
 
     @property
     def rows(self) -> int:
-        return int(self.indices.shape[1])
+        return len(self.indices)
 
     def part(self, rows: slice) -> Plan:
         """The same plan for some of the rows."""
-        return Plan(np.ascontiguousarray(self.indices[:, rows]), np.ascontiguousarray(self.weights[:, rows]))
+        return Plan(self.indices[rows], self.weights[rows], self.shares[rows], self.steps)
 
 
 def plan(
@@ -52,56 +55,108 @@ def plan(
     batch = widest if batch_size is None else min(batch_size, widest)
     per_epoch = -(-sizes // batch)
     steps_of = np.maximum(np.ceil(per_epoch * epochs - 1e-9).astype(np.int64), np.minimum(per_epoch, 1))
-    longest = int(per_epoch.max(initial=0))
+    longest, steps = int(per_epoch.max(initial=0)), int(steps_of.max(initial=0))
     padded = np.zeros((rows, longest * batch), dtype=np.int64)
-    real = np.arange(longest * batch)[None, :] < sizes[:, None]
+    real = np.arange(longest * batch) < sizes[:, None]
     padded[real] = np.concatenate(samples) if rows else 0
-    indices = np.zeros((int(steps_of.max(initial=0)), rows, batch), dtype=np.int64)
+    kept = real.reshape(rows, longest, batch)
+    filled = np.clip(sizes[:, None] - batch * np.arange(longest), 1, batch)  # samples in each batch
+    weight = kept * (np.float32(1.0) / filled.astype(np.float32))[:, :, None]
+    shares = kept * (np.float32(1.0) / np.maximum(sizes, 1).astype(np.float32))[:, None, None]
+    if epochs.max(initial=0.0) == 1.0 == epochs.min(initial=1.0):  # nothing to line up
+        order = _shuffled(padded, real, batch_size, rng)
+        return Plan(order.reshape(kept.shape), weight, shares, steps)
+    indices = np.zeros((rows, max(steps, longest), batch), dtype=np.int64)
     weights = np.zeros(indices.shape, dtype=np.float32)
-    for epoch in range(int(np.ceil(epochs.max(initial=0.0) - 1e-9))):
-        order = padded
-        if batch_size is not None:
-            keys = np.where(real, rng.random(padded.shape), 2.0)
-            order = np.take_along_axis(padded, np.argsort(keys, axis=1, kind="stable"), axis=1)
-        cut, kept = (part.reshape(rows, longest, batch).transpose(1, 0, 2) for part in (order, real))
-        share = kept / np.maximum(kept.sum(axis=2, keepdims=True), 1)
-        for row, count in enumerate(per_epoch):  # a client's epochs follow each other without a gap
-            start = epoch * count
-            stop = min(start + count, steps_of[row])
-            if stop > start:
-                indices[start:stop, row] = cut[: stop - start, row]
-                weights[start:stop, row] = share[: stop - start, row]
-    return Plan(indices, weights)
+    step = np.arange(longest)
+    for epoch in range(max(1, int(np.ceil(epochs.max(initial=0.0) - 1e-9)))):
+        cut = _shuffled(padded, real, batch_size, rng).reshape(kept.shape)
+        here = step + epoch * per_epoch[:, None]  # a client's epochs follow each other without a gap
+        row, column = np.nonzero((step < per_epoch[:, None]) & (here < np.maximum(steps_of, per_epoch)[:, None]))
+        indices[row, here[row, column]] = cut[row, column]
+        row, column = np.nonzero((step < per_epoch[:, None]) & (here < steps_of[:, None]))
+        weights[row, here[row, column]] = weight[row, column]
+    return Plan(indices, weights, shares, steps)
+
+
+def _shuffled(
+    padded: Indices, real: np.ndarray[Any, np.dtype[np.bool_]], batch_size: int | None, rng: np.random.Generator
+) -> Indices:
+    """Every row's samples in random order, padding last; the full batch needs no order."""
+    if batch_size is None:
+        return padded
+    keys = np.where(real, rng.random(padded.shape), 2.0)
+    return np.take_along_axis(padded, np.argsort(keys, axis=1), axis=1)
 
 
 def join(plans: Sequence[Plan]) -> Plan:
-    """Several cohorts' plans beside each other, padded to the longest and widest."""
+    """Several cohorts' plans one after another, padded to the longest and widest."""
     if len(plans) == 1:
         return plans[0]
-    steps = max(entry.indices.shape[0] for entry in plans)
-    batch = max(entry.indices.shape[2] for entry in plans)
-    rows = sum(entry.rows for entry in plans)
-    indices, weights = np.zeros((steps, rows, batch), dtype=np.int64), np.zeros((steps, rows, batch), dtype=np.float32)
+    indices, weights, shares = (
+        _stacked([getattr(entry, name) for entry in plans]) for name in ("indices", "weights", "shares")
+    )
+    return Plan(indices, weights, shares, max(entry.steps for entry in plans))
+
+
+def _stacked(pieces: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
+    shape = (sum(len(piece) for piece in pieces), *(max(piece.shape[axis] for piece in pieces) for axis in (1, 2)))
+    whole = np.zeros(shape, dtype=pieces[0].dtype)
     start = 0
-    for entry in plans:
-        here = (slice(0, entry.indices.shape[0]), slice(start, start + entry.rows), slice(0, entry.indices.shape[2]))
-        indices[here], weights[here] = entry.indices, entry.weights
-        start += entry.rows
-    return Plan(indices, weights)
+    for piece in pieces:
+        whole[start : start + len(piece), : piece.shape[1], : piece.shape[2]] = piece
+        start += len(piece)
+    return whole
+
+
+@dataclass(frozen=True)
+class Batches:
+    """A plan on the device where it is carried out."""
+
+    indices: Tensor
+    weights: Tensor
+    shares: Tensor
+    steps: int
+    steady: bool  # every row moves at every step
+    whole: bool  # the first step shows every client all its data
+
+    @classmethod
+    def of(cls, steps: Plan, device: torch.device) -> Batches:
+        moving = (steps.weights[:, : steps.steps] > 0).any(axis=2)
+        return cls(
+            indices=_sent(steps.indices, device),
+            weights=_sent(steps.weights, device),
+            shares=_sent(steps.shares, device),
+            steps=steps.steps,
+            steady=bool(moving.all()),
+            whole=steps.shares.shape[1] == 1,
+        )
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"indices": self.indices, "weights": self.weights, "shares": self.shares}
+
+    def part(self, rows: slice) -> Batches:
+        """The same for some of the rows."""
+        return replace(self, indices=self.indices[rows], weights=self.weights[rows], shares=self.shares[rows])
+
+
+def _sent(array: np.ndarray[Any, Any], device: torch.device) -> Tensor:
+    """To the device without waiting for what it is doing."""
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Several clients' samples end to end, for evaluation: indices, whose each is, and how many each has."""
+    """Several clients' samples end to end, for evaluation, and how many each has."""
 
     indices: Tensor
-    owners: Tensor
     counts: np.ndarray[Any, np.dtype[np.int64]]
+    lengths: Tensor  # the same counts, on the device
 
 
 def gather(samples: Sequence[Indices], device: torch.device) -> Samples:
     """Several clients' samples end to end."""
     counts = np.array([len(entry) for entry in samples], dtype=np.int64)
     joined = np.concatenate(samples).astype(np.int64) if len(samples) else np.zeros(0, dtype=np.int64)
-    owners = np.repeat(np.arange(len(samples)), counts)
-    return Samples(torch.from_numpy(joined).to(device), torch.from_numpy(owners).to(device), counts)
+    return Samples(torch.from_numpy(joined).to(device), counts, torch.from_numpy(counts).to(device))

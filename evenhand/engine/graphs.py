@@ -1,93 +1,61 @@
-"""Local training on CUDA, captured once per shape and replayed: one launch a round in place of hundreds."""
+"""Device work on CUDA, captured once per shape and replayed: one launch in place of hundreds."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from evenhand.engine.batches import Plan
-from evenhand.engine.training import LocalWork, Program, Shape, run_steps
+from evenhand.engine.programs import Program
 
 
 @dataclass(frozen=True)
 class Captured:
-    """A graph and the buffers it reads and writes."""
+    """A graph and the tensors it reads and writes."""
 
     graph: Any
-    rows: Tensor
-    received: Tensor
-    indices: Tensor
-    weights: Tensor
-    columns: dict[str, Tensor]
+    inputs: dict[str, Tensor]
+    outputs: tuple[Tensor, ...]
 
 
-class GraphedTraining:
-    """Replays captured training steps; a new shape of cohort is captured at its first appearance."""
+class Replayed:
+    """Replays work that was captured at its first appearance; the outputs are good until the next replay."""
 
-    LIMIT = 16  # shapes kept; cohorts of ever new shapes run without a graph after that
+    LIMIT = 16  # kept; work of ever new shapes runs without a graph after that
 
-    def __init__(self, program: Program, shape: Shape, inputs: Tensor, targets: Tensor, work: LocalWork) -> None:
-        self.program, self.shape, self.inputs, self.targets, self.work = program, shape, inputs, targets, work
-        self.captured: dict[tuple[Any, ...], Captured] = {}
+    def __init__(self) -> None:
+        self.captured: dict[Hashable, Captured] = {}
 
     @staticmethod
-    def possible(module: nn.Module, device: torch.device, program: Program) -> bool:
-        """Graphs freeze the random numbers of dropout, and the sequential twin is there to be plain."""
-        random = any(isinstance(part, nn.modules.dropout._DropoutNd) for part in module.modules())
-        return device.type == "cuda" and program.name != "sequential" and not random
+    def possible(device: torch.device, program: Program) -> bool:
+        """Graphs would freeze the random numbers of dropout."""
+        return device.type == "cuda" and not program.random
 
-    def train(self, rows: Tensor, received: Tensor, plan: Plan, columns: dict[str, Tensor]) -> bool:
-        """Train the rows in place; False where this shape is not captured and none more may be."""
-        key = (*plan.indices.shape, len(rows), tuple(sorted(columns)), bool((plan.weights > 0).any(axis=2).all()))
+    def __call__(
+        self, key: Hashable, work: Callable[..., tuple[Tensor, ...]], inputs: dict[str, Tensor]
+    ) -> tuple[Tensor, ...]:
+        """work(**inputs), where everything in the key and the inputs' shapes decide what it does."""
+        key = (key, *((name, tensor.shape) for name, tensor in inputs.items()))
         if key not in self.captured:
             if len(self.captured) >= self.LIMIT:
-                return False
-            self.captured[key] = self._capture(rows, plan, columns)
+                return work(**inputs)
+            self.captured[key] = self._capture(work, inputs)
         kept = self.captured[key]
-        kept.received.copy_(received)
-        kept.rows.copy_(received)
-        kept.indices.copy_(torch.from_numpy(plan.indices), non_blocking=True)
-        kept.weights.copy_(torch.from_numpy(plan.weights), non_blocking=True)
-        for name, column in columns.items():
-            kept.columns[name].copy_(column)
+        torch._foreach_copy_(list(kept.inputs.values()), list(inputs.values()), non_blocking=True)
         kept.graph.replay()
-        rows.copy_(kept.rows)
-        return True
+        return kept.outputs
 
-    def _capture(self, rows: Tensor, plan: Plan, columns: dict[str, Tensor]) -> Captured:
-        buffers = Captured(
-            graph=torch.cuda.CUDAGraph(),
-            rows=rows.clone(),
-            received=rows.clone(),
-            indices=torch.from_numpy(plan.indices).to(rows.device),
-            weights=torch.from_numpy(plan.weights).to(rows.device),
-            columns={name: column.clone() for name, column in columns.items()},
-        )
-        steady = bool((plan.weights > 0).any(axis=2).all())
-
-        def steps() -> None:
-            run_steps(
-                self.program,
-                self.shape,
-                buffers.rows,
-                buffers.received,
-                buffers.indices,
-                buffers.weights,
-                self.inputs,
-                self.targets,
-                self.work,
-                steady=steady,
-                **buffers.columns,
-            )
-
+    def _capture(self, work: Callable[..., tuple[Tensor, ...]], inputs: dict[str, Tensor]) -> Captured:
+        held = {name: tensor.clone() for name, tensor in inputs.items()}
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            steps()  # libraries set themselves up outside the capture
+            work(**held)  # libraries set themselves up outside the capture
         torch.cuda.current_stream().wait_stream(side)
-        with torch.cuda.graph(buffers.graph):
-            steps()
-        return buffers
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outputs = work(**held)
+        return Captured(graph, held, outputs)

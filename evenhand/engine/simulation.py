@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from time import perf_counter
 from typing import Any
@@ -12,13 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from evenhand.aggregation import Aggregate, aggregate
+from evenhand.aggregation import Aggregate, open_round
 from evenhand.checks import EvenhandError
 from evenhand.data import Dataset, Partition
-from evenhand.engine.batches import Plan, Samples, gather, join, plan
-from evenhand.engine.graphs import GraphedTraining
+from evenhand.engine.batches import Batches, Indices, Samples, gather, join, plan
+from evenhand.engine.graphs import Replayed
+from evenhand.engine.programs import choose_program
 from evenhand.engine.sampling import Sampling
-from evenhand.engine.training import LocalWork, Shape, choose_program, evaluate, train
+from evenhand.engine.training import Local, LocalWork, Shape, evaluate
+from evenhand.geometry import Layout, Updates, launch, read_updates, settle, to_numpy
 from evenhand.methods import Method
 from evenhand.objectives import Personal
 from evenhand.state import State
@@ -58,6 +61,35 @@ class Settings:
     descent: bool = True  # measure after each round whose loss fell
     program: str = "auto"
     chunk: int | None = None  # rows trained at once; None is all
+    keep_on: torch.device | None = None  # where absent clients' updates are kept, if not on the device
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A round before it begins: who is asked, who will fail, and which samples each row sees at each step."""
+
+    round: int
+    asked: list[Indices]  # per replica
+    lost: list[np.ndarray[Any, np.dtype[np.bool_]]]
+    edges: Indices  # where each replica's rows begin, and the last ones end
+    owner: Tensor  # which replica each row belongs to
+    even: bool  # all rows are trained at once and every replica has as many of them
+    pieces: list[Batches]  # the rows' batches, a chunk each
+
+    def parts(self) -> Iterator[tuple[slice, Batches]]:
+        start = 0
+        for batches in self.pieces:
+            yield slice(start, start + len(batches.indices)), batches
+            start += len(batches.indices)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one replica's server has in hand: the updates that arrived, the remembered ones, who answered."""
+
+    given: Updates
+    past: list[Updates]
+    kept: Indices
 
 
 class Simulation:
@@ -69,10 +101,14 @@ class Simulation:
         self.dataset, self.module, self.settings, self.device = dataset, module.to(device), settings, device
         self.inputs, self.targets = dataset.inputs.to(device), dataset.targets.to(device)
         self.shape = Shape.of(module)
-        self.program = choose_program(module, settings.program)
-        self.graphs: GraphedTraining | None = None
-        if GraphedTraining.possible(module, device, self.program):
-            self.graphs = GraphedTraining(self.program, self.shape, self.inputs, self.targets, settings.work)
+        program = choose_program(module, settings.program)
+        self.local = Local(program, self.shape, self.inputs, self.targets, settings.work)
+        self.replayed = Replayed() if Replayed.possible(device, program) else None
+        self._ahead: Ready | None = None  # the next round, prepared while the device works
+        self._rows: Tensor | None = None
+        self._layout: Layout | None = None
+        self._held_owners: tuple[tuple[int, ...], Tensor] | None = None
+        self._held_columns: tuple[Tensor, tuple[Any, ...], dict[str, Tensor]] | None = None
         self.replicas = list(replicas)
         self.round = 0
         for replica in self.replicas:
@@ -101,135 +137,216 @@ class Simulation:
 
     def _play(self) -> None:
         started = perf_counter()
-        work, index = self.settings.work, self.round
-        cohorts = [self._cohort(replica) for replica in self.replicas]
-        plans, trained_on = [], []
-        for replica, (asked, _) in zip(self.replicas, cohorts, strict=True):
-            samples = [replica.partition.train[k] for k in asked]
-            epochs = self.settings.sampling.epochs(replica.seed, index, asked, work.epochs)
+        ready = (
+            self._ahead if self._ahead is not None and self._ahead.round == self.round else self._prepare(self.round)
+        )
+        models = self._models()
+        updates, measured = self._train(models, ready)
+        self._train_personal(models, ready)
+        turns = [self._arrived(number, updates, ready) for number in range(len(self.replicas))]
+        launched = [launch(turn.given, turn.past) if turn.kept.size else [] for turn in turns]
+        self._ahead = self._prepare(self.round + 1) if self.round + 1 < self.settings.rounds else None
+        (losses, right), *products = to_numpy([measured, *itertools.chain(*launched)])
+        for number, turn in enumerate(turns):
+            own = [products.pop(0) for _ in launched[number]]
+            self._serve(number, ready, turn, own, losses, right)
+        if self.settings.descent:
+            self._see_who_fell(ready, turns, losses)
+        seconds = (perf_counter() - started) / len(self.replicas)
+        for replica in self.replicas:
+            replica.rounds[-1]["seconds"] = seconds
+
+    def _models(self) -> Tensor:
+        models = [replica.model for replica in self.replicas]
+        return models[0].unsqueeze(0) if len(models) == 1 else torch.stack(models)
+
+    def _prepare(self, index: int) -> Ready:
+        """Who takes part in a round and on which samples: known before the round begins."""
+        sampling, work = self.settings.sampling, self.settings.work
+        asked, lost, plans = [], [], []
+        for replica in self.replicas:
+            sizes = replica.partition.train.sizes
+            here = sampling.draw(replica.seed, index, sizes)
+            here = here[sizes[here] > 0]  # a client without training data has nothing to say
+            asked.append(here)
+            lost.append(sampling.failed(replica.seed, index, here))
+            epochs = sampling.epochs(replica.seed, index, here, work.epochs)
             rng = stream(replica.seed, "batches", index)
+            samples = [replica.partition.train[client] for client in here]
             plans.append(plan(samples, epochs=epochs, batch_size=work.batch_size, rng=rng))
-            trained_on.append(gather(samples, self.device))
-        counts = [len(asked) for asked, _ in cohorts]
-        owner = np.repeat(np.arange(len(self.replicas)), counts)
-        models = torch.stack([replica.model for replica in self.replicas])
-        received = models[torch.from_numpy(owner).to(self.device)]
-        rows = received.clone()
-        work_plan, edges = join(plans), np.cumsum([0, *counts])
-        pulls = [getattr(replica.method.objective, "mu", 0.0) for replica in self.replicas]
-        self._train(rows, received, work_plan, owner, pulls)
-        self._train_personal(received, work_plan, owner, [asked for asked, _ in cohorts], edges)
-        updates = torch.sub(received, rows, out=rows)
-        for number_, replica in enumerate(self.replicas):
-            asked, lost = cohorts[number_]
-            self._serve(replica, asked, lost, updates[edges[number_] : edges[number_ + 1]], trained_on[number_])
-            replica.rounds[-1]["seconds"] = (perf_counter() - started) / len(self.replicas)
+        counts = [len(here) for here in asked]
+        chunk = self.settings.chunk or max(1, sum(counts))
+        steps = join(plans)
+        pieces = [steps.part(slice(start, start + chunk)) for start in range(0, sum(counts), chunk)]
+        return Ready(
+            round=index,
+            asked=asked,
+            lost=lost,
+            edges=np.cumsum([0, *counts]),
+            owner=self._owners(tuple(counts)),
+            even=len(set(counts)) == 1 and len(pieces) == 1,
+            pieces=[Batches.of(piece, self.device) for piece in pieces],
+        )
 
-    def _cohort(self, replica: Replica) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        sizes = replica.partition.train.sizes
-        asked = self.settings.sampling.draw(replica.seed, self.round, sizes)
-        asked = asked[sizes[asked] > 0]  # a client without training data has nothing to say
-        return asked, self.settings.sampling.failed(replica.seed, self.round, asked)
+    def _owners(self, counts: tuple[int, ...]) -> Tensor:
+        """Which replica each row belongs to; kept, since most rounds are alike."""
+        if self._held_owners is None or self._held_owners[0] != counts:
+            owner = torch.from_numpy(np.repeat(np.arange(len(counts)), counts)).to(self.device)
+            self._held_owners = (counts, owner)
+        return self._held_owners[1]
 
-    def _train_personal(
-        self,
-        received: Tensor,
-        work_plan: Plan,
-        owner: np.ndarray[Any, Any],
-        asked: list[np.ndarray[Any, Any]],
-        edges: np.ndarray[Any, Any],
-    ) -> None:
+    def _columns(self, ready: Ready, pulls: Sequence[float]) -> dict[str, Tensor]:
+        """What differs from row to row because it differs from replica to replica."""
+        work = self.settings.work
+        momenta = [getattr(replica.method.objective, "client_momentum", work.momentum) for replica in self.replicas]
+        rates = (work.rate(ready.round),) * len(self.replicas)
+        return self._device_columns(ready.owner, rates, tuple(momenta), tuple(pulls))
+
+    def _device_columns(
+        self, owner: Tensor, rates: tuple[float, ...], momenta: tuple[float, ...], pulls: tuple[float, ...]
+    ) -> dict[str, Tensor]:
+        """The same as last time where nothing has changed: most rounds are alike."""
+        asked = (owner, rates, momenta, pulls)
+        if self._held_columns is None or self._held_columns[0] is not owner or self._held_columns[1] != asked[1:]:
+            named = {"rates": rates, "momentum": momenta, "pull": pulls}
+            columns = {
+                name: torch.tensor(values, device=self.device)[owner].unsqueeze(1)
+                for name, values in named.items()
+                if name == "rates" or any(values)
+            }
+            self._held_columns = (owner, asked[1:], columns)
+        return self._held_columns[2]
+
+    def _train(self, models: Tensor, ready: Ready) -> tuple[Tensor, Tensor]:
+        """Every row's update, and loss and accuracy of the model it received."""
+        columns = self._columns(ready, [getattr(replica.method.objective, "mu", 0.0) for replica in self.replicas])
+        if len(ready.pieces) == 1:
+            return self._local_round(models if ready.even else models[ready.owner], ready.pieces[0], columns)
+        updates = torch.empty(len(ready.owner), self.shape.total, device=self.device)
+        measured = torch.zeros(2, len(updates), dtype=torch.float64, device=self.device)
+        for part, batches in ready.parts():
+            own = {name: column[part] for name, column in columns.items()}
+            updates[part], measured[:, part] = self._local_round(models[ready.owner[part]], batches, own)
+        return updates, measured
+
+    def _local_round(self, models: Tensor, batches: Batches, columns: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        if self.replayed is None:
+            rows = len(batches.indices)
+            if self._rows is None or len(self._rows) != rows:
+                self._rows = torch.empty(rows, self.shape.total, device=self.device)  # reused: fresh memory is slow
+            return self.local.round(models, batches, **columns, out=self._rows)
+
+        def work(
+            models: Tensor, indices: Tensor, weights: Tensor, shares: Tensor, **columns: Tensor
+        ) -> tuple[Tensor, Tensor]:
+            held = replace(batches, indices=indices, weights=weights, shares=shares)
+            return self.local.round(models, held, **columns)
+
+        key = ("round", batches.steps, batches.steady, batches.whole)
+        updates, measured = self.replayed(key, work, {"models": models, **batches.tensors(), **columns})
+        return updates, measured
+
+    def _measure(self, models: Tensor, ready: Ready, rows: slice) -> Floats:
+        """Loss at some rows' own data of one model, or of every replica's."""
+        found = []
+        for part, batches in ready.parts():
+            here = slice(max(part.start, rows.start), min(part.stop, rows.stop))
+            if here.start >= here.stop:
+                continue
+            whole = here == part
+            piece = batches if whole else batches.part(slice(here.start - part.start, here.stop - part.start))
+            received = models if len(models) == 1 or (ready.even and whole) else models[ready.owner[here]]
+            found.append(self._measure_piece(received, piece)[0])
+        return to_numpy([torch.cat(found)])[0]
+
+    def _measure_piece(self, models: Tensor, batches: Batches) -> Tensor:
+        if self.replayed is None:
+            return self.local.measure(models, batches)
+
+        def work(models: Tensor, indices: Tensor, weights: Tensor, shares: Tensor) -> tuple[Tensor]:
+            return (self.local.measure(models, replace(batches, indices=indices, weights=weights, shares=shares)),)
+
+        return self.replayed(("measure",), work, {"models": models, **batches.tensors()})[0]
+
+    def _train_personal(self, models: Tensor, ready: Ready) -> None:
         """Ditto: the asked clients' own models take the same steps, pulled towards the received model."""
-        pulls = [getattr(replica.method.objective, "lam", 0.0) for replica in self.replicas]
         if not any(isinstance(replica.method.objective, Personal) for replica in self.replicas):
             return
+        received = models[ready.owner]
         rows = received.clone()
-        for number_, replica in enumerate(self.replicas):
+        for number, replica in enumerate(self.replicas):
             if isinstance(replica.method.objective, Personal):
                 if replica.personal is None:
                     replica.personal = replica.model.repeat(replica.partition.clients, 1)
-                rows[edges[number_] : edges[number_ + 1]] = replica.personal[torch.from_numpy(asked[number_])]
-        self._train(rows, received, work_plan, owner, pulls)
-        for number_, replica in enumerate(self.replicas):
+                chosen = torch.from_numpy(ready.asked[number]).to(self.device)
+                rows[ready.edges[number] : ready.edges[number + 1]] = replica.personal[chosen]
+        columns = self._columns(ready, [getattr(replica.method.objective, "lam", 0.0) for replica in self.replicas])
+        for part, batches in ready.parts():
+            own = {name: column[part] for name, column in columns.items()}
+            self.local.train(rows[part], received[part], batches, **own)
+        for number, replica in enumerate(self.replicas):
             if replica.personal is not None:
-                replica.personal[torch.from_numpy(asked[number_])] = rows[edges[number_] : edges[number_ + 1]]
+                chosen = torch.from_numpy(ready.asked[number]).to(self.device)
+                replica.personal[chosen] = rows[ready.edges[number] : ready.edges[number + 1]]
 
-    def _train(
-        self, rows: Tensor, received: Tensor, work_plan: Plan, owner: np.ndarray[Any, Any], pulls: list[float]
-    ) -> None:
-        """Train the rows in place, in chunks where a limit is set: rows do not depend on each other."""
-        chunk = self.settings.chunk or len(rows)
-        for start in range(0, len(rows), chunk):
-            part = slice(start, start + chunk)
-            piece = work_plan if chunk >= len(rows) else work_plan.part(part)
-            self._train_chunk(rows[part], received[part], piece, owner[part], pulls)
-
-    def _train_chunk(
-        self, rows: Tensor, received: Tensor, work_plan: Plan, owner: np.ndarray[Any, Any], pulls: list[float]
-    ) -> None:
-        def column(values: list[float]) -> Tensor:
-            return torch.tensor(values, dtype=rows.dtype, device=self.device)[owner_tensor].unsqueeze(1)
-
-        owner_tensor = torch.from_numpy(owner).to(self.device)
-        work = self.settings.work
-        momenta = [getattr(r.method.objective, "client_momentum", work.momentum) for r in self.replicas]
-        columns = {"rates": column([work.rate(self.round)] * len(self.replicas))}
-        if any(momenta):
-            columns["momentum"] = column(momenta)
-        if any(pulls):
-            columns["pull"] = column(pulls)
-        if self.graphs is not None and self.graphs.train(rows, received, work_plan, columns):
-            return
-        train(self.program, self.shape, rows, received, work_plan, self.inputs, self.targets, work, **columns)
+    def _arrived(self, number: int, updates: Tensor, ready: Ready) -> Turn:
+        """The rows of a replica that arrived, in the form in which `aggregate` reads them."""
+        rows, lost = updates[ready.edges[number] : ready.edges[number + 1]], ready.lost[number]
+        if self._layout is None:
+            self._layout = read_updates(updates, self.shape.layers).layout
+        given, kept = Updates(self._layout, (rows,), len(rows)), np.flatnonzero(~lost)
+        if lost.any():
+            given = given.select(kept.tolist())
+        state = self.replicas[number].state
+        return Turn(given, [] if state is None else state.memory.pieces(given), kept)
 
     def _serve(
-        self,
-        replica: Replica,
-        asked: np.ndarray[Any, Any],
-        lost: np.ndarray[Any, Any],
-        updates: Tensor,
-        samples: Samples,
+        self, number: int, ready: Ready, turn: Turn, products: list[Floats], losses: Floats, right: Floats
     ) -> None:
-        """The server's part of a round for one replica: losses, rule, server step, record."""
-        before, right = self._losses(replica.model, samples)
-        kept = np.flatnonzero(~lost)
+        """The server's part of a round for one replica: rule, server step, record."""
+        replica, asked, lost = self.replicas[number], ready.asked[number], ready.lost[number]
         record: dict[str, Any] = {"round": self.round, "asked": asked.tolist(), "lost": asked[lost].tolist()}
         replica.rounds.append(record)
-        if not len(kept):
+        if not len(turn.kept):
             record["note"] = "no client answered: the model stays"
             return
-        trials = 0
+        trials, rows = 0, slice(int(ready.edges[number]), int(ready.edges[number + 1]))
 
         def trial_losses(trial: Tensor) -> Floats:
             nonlocal trials
             trials += 1
-            return self._losses(replica.model - trial, samples)[0][kept]
+            return self._measure((replica.model - trial).unsqueeze(0), ready, rows)[turn.kept]
 
-        work = self.settings.work
-        out = aggregate(
+        clients, before = asked[turn.kept], losses[rows][turn.kept]
+        opened = open_round(
             replica.method,
-            updates if len(kept) == len(asked) else updates[torch.from_numpy(kept).to(self.device)],
-            losses=before[kept],
-            sizes=samples.counts[kept].astype(np.float64),
-            accuracies=right[kept],
-            clients=asked[kept].tolist(),
+            turn.given,
+            losses=before,
+            sizes=replica.partition.train.sizes[clients].astype(np.float64),
+            accuracies=right[rows][turn.kept],
+            clients=clients.tolist(),
             round=self.round,
             state=replica.state,
-            lr=work.rate(self.round),
-            layers=self._layers(),
+            lr=self.settings.work.rate(self.round),
             evaluate=trial_losses,
             seed=replica.seed,
-            own=True,
         )
+        weighed = opened.weigh(*settle(turn.given, turn.past, products))
+        out = weighed.close(weighed.direction(), own=True, keep_on=self.settings.keep_on)
         replica.model = replica.model - out.update
         replica.state, replica.offset = out.state, out.evaluation_offset
-        record |= self._record(out, before[kept], len(asked), len(kept), trials)
-        if self.settings.descent:
-            after = self._losses(replica.model, samples)[0][kept]
-            record["fell"] = float((after < before[kept]).mean())
+        record |= self._record(out, before, len(asked), len(clients), trials)
+
+    def _see_who_fell(self, ready: Ready, turns: list[Turn], before: Floats) -> None:
+        """The share of each replica's participants whose own loss is lower now."""
+        after = self._measure(self._models(), ready, slice(0, len(ready.owner)))
+        for number, turn in enumerate(turns):
+            if len(turn.kept):
+                rows = slice(int(ready.edges[number]), int(ready.edges[number + 1]))
+                self.replicas[number].rounds[-1]["fell"] = float((after[rows] < before[rows])[turn.kept].mean())
 
     def _record(self, out: Aggregate, losses: Floats, asked: int, answered: int, trials: int) -> dict[str, Any]:
-        size = self.shape.total * 4
+        size = self.shape.parameters * 4
         found = out.diagnostics
         present = int((found.ages == 0).sum())
         return {
@@ -245,27 +362,12 @@ class Simulation:
             "bytes_up": size * answered + 8 * answered * (1 + trials),
         }
 
-    def _layers(self) -> dict[str, int]:
-        layers: dict[str, int] = {}
-        for name, size in zip(self.shape.names, self.shape.sizes, strict=True):
-            layers[name.rpartition(".")[0] or name] = layers.get(name.rpartition(".")[0] or name, 0) + size
-        return layers
-
     # ------------------------------------------------------------------------------------------------ evaluation
 
     def _losses(self, model: Tensor, samples: Samples) -> tuple[Floats, Floats]:
         """Mean loss and accuracy of one model on several clients' samples; NaN for a client without any."""
-        sums, right = evaluate(
-            self.module,
-            self.shape,
-            model,
-            self.inputs,
-            self.targets,
-            samples.indices,
-            samples.owners,
-            len(samples.counts),
-        )
-        both = torch.stack([sums, right]).cpu().numpy() / np.where(samples.counts > 0, samples.counts, np.nan)
+        sums = evaluate(self.module, self.shape, model, self.inputs, self.targets, samples)
+        both = sums.cpu().numpy() / np.where(samples.counts > 0, samples.counts, np.nan)
         return both[0], both[1]
 
     def _personal_losses(self, replica: Replica) -> tuple[Floats, Floats]:

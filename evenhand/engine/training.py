@@ -1,30 +1,24 @@
-"""A cohort's local training as one program, and its plain sequential twin.
-
-The models of a cohort are rows of one matrix (rows x parameters); every tensor of the network is a view of its
-columns with the rows as leading axis. A program computes the gradient of every row's own batch:
-  feed-forward   networks of Flatten, Linear and ReLU: forward and backward written out as batched matrix
-  products, with
-                 plain SGD folded into the products, so that no gradient is ever stored;
-  batched        any module that `torch.func.vmap` can map over the rows;
-  sequential     one row after another with ordinary autograd: the reference, and for modules that cannot be mapped.
-All three give the same numbers up to rounding (tested).
-"""
+"""What a cohort does in a round: measure the received model on its own data, train, send the difference."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
+from torch.func import functional_call
 from torch.nn import functional
 
 from evenhand.checks import EvenhandError, number
-from evenhand.engine.batches import Plan
+from evenhand.engine.batches import Batches, Samples
+from evenhand.engine.programs import FeedForward, Program, Sequential, answering
+from evenhand.geometry import STRETCH
 
-PROGRAMS = ("auto", "feed-forward", "batched", "sequential")
+AT_ONCE = 8192  # samples measured at once
+STREAMS = 16  # rows of the sequential program that a GPU works on at the same time
+GATHERED = 256 << 20  # bytes of a round's samples that are gathered ahead of the steps
 
 
 @dataclass(frozen=True)
@@ -56,11 +50,16 @@ class LocalWork:
 
 @dataclass(frozen=True)
 class Shape:
-    """Where each tensor of the network lies in a flat row."""
+    """Where each tensor that is trained lies in a flat row.
+
+    A module's tensors lie side by side and are filled up with zeros to whole stretches of columns, so that the
+    inner products of all layers can be formed in one go. The zeros stay zero: no gradient reaches them.
+    """
 
     names: tuple[str, ...]
     shapes: tuple[torch.Size, ...]
-    sizes: tuple[int, ...]
+    starts: tuple[int, ...]
+    layers: dict[str, int]  # modules and the columns they take, zeros included
 
     @classmethod
     def of(cls, module: nn.Module) -> Shape:
@@ -70,262 +69,253 @@ class Shape:
                 f"the model has buffers ({names}), which federated rounds would not average; use GroupNorm or LayerNorm"
                 " in place of BatchNorm (evenhand.models.validate(module) says more)"
             )
-        named = dict(module.named_parameters())
-        shapes = tuple(parameter.shape for parameter in named.values())
-        return cls(tuple(named), shapes, tuple(shape.numel() for shape in shapes))
+        named = {name: tensor for name, tensor in module.named_parameters() if tensor.requires_grad}
+        if not named:
+            raise EvenhandError("the model has no parameter to train: all are frozen (requires_grad=False)")
+        starts, layers, at, layer = [], dict[str, int](), 0, None
+        for name, tensor in named.items():
+            owner = name.rpartition(".")[0] or name
+            if owner != layer:
+                at, layer = -(-at // STRETCH) * STRETCH, owner
+            starts.append(at)
+            at += tensor.numel()
+            layers[owner] = layers.get(owner, 0) + tensor.numel()
+        layers = {name: -(-size // STRETCH) * STRETCH for name, size in layers.items()}
+        return cls(tuple(named), tuple(tensor.shape for tensor in named.values()), tuple(starts), layers)
 
     @property
     def total(self) -> int:
-        return sum(self.sizes)
+        """Columns of a row."""
+        return sum(self.layers.values())
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers are trained."""
+        return sum(shape.numel() for shape in self.shapes)
 
     def views(self, rows: Tensor) -> dict[str, Tensor]:
         """The tensors of every row (rows x shape), without copying."""
-        pieces = torch.split(rows, list(self.sizes), dim=1)
         return {
-            name: torch.unflatten(piece, 1, tuple(shape)) if len(shape) else piece.squeeze(1)
-            for name, shape, piece in zip(self.names, self.shapes, pieces, strict=True)
+            name: rows[:, start : start + shape.numel()].view(len(rows), *shape)
+            for name, shape, start in zip(self.names, self.shapes, self.starts, strict=True)
         }
 
     def flat(self, module: nn.Module) -> Tensor:
-        return torch.cat([parameter.detach().reshape(-1) for parameter in module.parameters()])
+        """The module's tensors as one row."""
+        named = dict(module.named_parameters())
+        row = torch.zeros(1, self.total)
+        for name, view in self.views(row).items():
+            view[0] = named[name].detach()
+        return row[0]
 
 
-class Program(Protocol):
-    """Gradients of every row's own batch."""
+class Side:
+    """Work beside the rest on a GPU: on a stream that begins here and is joined later. Elsewhere nothing special."""
 
-    name: str
+    def __init__(self, device: torch.device) -> None:
+        self.stream: Any = None
+        if device.type == "cuda":
+            self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self.stream.wait_stream(torch.cuda.current_stream(device))
+        self._entered: Any = None
 
-    def gradients(self, tensors: dict[str, Tensor], inputs: Tensor, targets: Tensor, weights: Tensor) -> list[Tensor]:
-        """d/d row of sum_b weights[row, b] * loss(row, sample b), one tensor per parameter (rows x shape)."""
-        ...
+    def __enter__(self) -> None:
+        if self.stream is not None:
+            self._entered = torch.cuda.stream(self.stream)
+            self._entered.__enter__()
 
+    def __exit__(self, *error: object) -> None:
+        if self.stream is not None:
+            self._entered.__exit__(*error)
 
-class Sequential:
-    """One row after another, with ordinary autograd."""
-
-    name = "sequential"
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-
-    def gradients(self, tensors: dict[str, Tensor], inputs: Tensor, targets: Tensor, weights: Tensor) -> list[Tensor]:
-        rows = []
-        for row in range(len(inputs)):
-            leaves = {name: tensor[row].detach().requires_grad_() for name, tensor in tensors.items()}
-            with torch.enable_grad():
-                loss = _weighted_loss(self.module, leaves, inputs[row], targets[row], weights[row])
-                rows.append(torch.autograd.grad(loss, list(leaves.values())))
-        return [torch.stack(column) for column in zip(*rows, strict=True)]
+    def join(self) -> None:
+        """What follows waits for the work."""
+        if self.stream is not None:
+            torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
 
 
-class Batched:
-    """All rows at once, by vmap over the leading axis."""
+@dataclass(frozen=True)
+class Local:
+    """The cohort's part of a round on one data set: everything but the plan and the models."""
 
-    name = "batched"
+    program: Program
+    shape: Shape
+    inputs: Tensor
+    targets: Tensor
+    work: LocalWork
 
-    def __init__(self, module: nn.Module) -> None:
-        def loss(tensors: dict[str, Tensor], inputs: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-            return _weighted_loss(module, tensors, inputs, targets, weights)
+    def round(
+        self,
+        models: Tensor,
+        batches: Batches,
+        *,
+        rates: Tensor,
+        momentum: Tensor | None = None,
+        pull: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Updates theta - theta_k of every row, and mean loss and accuracy of the received models (2 x rows, float64).
 
-        self._gradient: Callable[..., dict[str, Tensor]] = vmap(grad(loss), randomness="different")
+        models: each serves as many rows as the others, in order. rates (rows x 1) are the rows' learning rates;
+        momentum and pull (rows x 1), where given, their momentum and the strength of the proximal pull towards the
+        received model. out: where the updates are put.
+        """
+        rows = len(batches.indices)
+        updates = models.new_empty(rows, self.shape.total) if out is None else out
+        grouped = updates.view(len(models), -1, self.shape.total)
+        grouped.copy_(models.unsqueeze(1).expand_as(grouped))
+        received = updates.clone() if pull is not None else None
+        samples = self._samples(batches)
+        first = batches.whole and not self.program.random and batches.steps > 0  # its scores are the received model's
+        side = Side(models.device)
+        with side:
+            measured = None if first else self.measure(models, batches, samples)
+        if isinstance(self.program, Sequential) and models.is_cuda:
+            scores = self._train_side_by_side(updates, received, batches, rates, momentum, pull)
+        else:
+            scores = self._train(updates, received, batches, samples, rates, momentum, pull)
+        torch.sub(models.unsqueeze(1), grouped, out=grouped)
+        if measured is None:
+            measured = _means(scores, self.targets[batches.indices[:, :1]].flatten(1), batches.shares.flatten(1))
+        side.join()
+        return updates, measured
 
-    def gradients(self, tensors: dict[str, Tensor], inputs: Tensor, targets: Tensor, weights: Tensor) -> list[Tensor]:
-        return list(self._gradient(tensors, inputs, targets, weights).values())
+    def train(
+        self,
+        rows: Tensor,
+        received: Tensor,
+        batches: Batches,
+        *,
+        rates: Tensor,
+        momentum: Tensor | None = None,
+        pull: Tensor | None = None,
+    ) -> None:
+        """Train every row in place, wherever it starts, with a pull towards `received`."""
+        self._train(rows, received, batches, self._samples(batches), rates, momentum, pull)
 
+    def measure(self, models: Tensor, batches: Batches, samples: Callable[[slice], Tensor] | None = None) -> Tensor:
+        """Mean loss and accuracy of models on each row's own training data (2 x rows, float64)."""
+        samples = samples or self._samples(batches)
+        rows, steps, batch = batches.shares.shape
+        tensors = self.shape.views(models)
+        total = torch.zeros(2, rows, dtype=torch.float64, device=models.device)
+        at_once = max(1, AT_ONCE // (rows * batch))
+        for start in range(0, steps, at_once):
+            part = slice(start, min(start + at_once, steps))
+            seen = samples(part)
+            scores = self.program.scores(tensors, seen.reshape(len(models), -1, *seen.shape[3:]))
+            wanted = self.targets[batches.indices[:, part]].flatten(1)
+            total += _means(scores.view(*wanted.shape, -1), wanted, batches.shares[:, part].flatten(1))
+        return total
 
-def _weighted_loss(
-    module: nn.Module, tensors: dict[str, Tensor], inputs: Tensor, targets: Tensor, weights: Tensor
-) -> Tensor:
-    scores = functional_call(module, tensors, (inputs,))
-    return (functional.cross_entropy(scores, targets, reduction="none") * weights).sum()
+    def _samples(self, batches: Batches) -> Callable[[slice], Tensor]:
+        """The inputs of some steps (rows x steps x batch x ...): gathered once where that is not too much."""
+        each = self.inputs[:1].numel() * self.inputs.element_size()
+        if batches.indices.numel() * each > GATHERED:
+            return lambda steps: self.inputs[batches.indices[:, steps]]
+        whole = self.inputs[batches.indices]
+        return lambda steps: whole[:, steps]
 
+    def _train(
+        self,
+        rows: Tensor,
+        received: Tensor | None,
+        batches: Batches,
+        samples: Callable[[slice], Tensor],
+        rates: Tensor,
+        momentum: Tensor | None,
+        pull: Tensor | None,
+    ) -> Tensor:
+        """All local steps, in place; returns the scores of the first one."""
+        tensors, work, weights = self.shape.views(rows), self.work, batches.weights
+        plain = momentum is None and pull is None and work.weight_decay == 0.0 and work.clip is None
+        if plain:  # the gradient is linear in the sample weights, so they can carry the learning rate
+            weights = weights * rates.view(-1, 1, 1)
+        active = None if plain or batches.steady else (weights > 0).any(2).to(rows.dtype)
+        velocity = torch.zeros_like(rows) if momentum is not None else None
+        first = rows.new_empty(0)
+        for step in range(batches.steps):
+            seen, wanted = samples(slice(step, step + 1)).squeeze(1), self.targets[batches.indices[:, step]]
+            if plain and isinstance(self.program, FeedForward):
+                scores = self.program.step(tensors, seen, wanted, weights[:, step])
+            else:
+                found, scores = self.program.gradients(tensors, seen, wanted, weights[:, step])
+                if plain:
+                    torch._foreach_sub_(list(tensors.values()), found)
+                else:
+                    rate = rates if active is None else rates * active[:, step : step + 1]
+                    self._step(rows, received, found, rate, momentum, pull, velocity)
+            first = scores if step == 0 else first
+        return first
 
-class FeedForward:
-    """Flatten, Linear and ReLU: forward and backward as batched matrix products."""
+    def _train_side_by_side(
+        self,
+        rows: Tensor,
+        received: Tensor | None,
+        batches: Batches,
+        rates: Tensor,
+        momentum: Tensor | None,
+        pull: Tensor | None,
+    ) -> Tensor:
+        """Every row on a stream of its own: rows do not wait for each other, and small kernels run at the same time."""
+        sides = [Side(rows.device) for _ in range(min(len(rows), STREAMS))]
+        scores = []
+        for row in range(len(rows)):
+            part = slice(row, row + 1)
+            with sides[row % len(sides)]:
+                own = batches.part(part)
+                past, heavy, pulled = (None if held is None else held[part] for held in (received, momentum, pull))
+                scores.append(self._train(rows[part], past, own, self._samples(own), rates[part], heavy, pulled))
+        for side in sides:
+            side.join()
+        return torch.cat(scores)
 
-    name = "feed-forward"
-
-    def __init__(self, module: nn.Module) -> None:
-        self.layers = feed_forward_layers(module)
-        if not self.layers:
-            raise EvenhandError("this program trains networks of Flatten, Linear and ReLU layers alone")
-
-    def _forward(self, tensors: dict[str, Tensor], inputs: Tensor) -> list[Tensor]:
-        """Activations: the input of every linear layer, and the scores last."""
-        activations = [inputs.flatten(2)]
-        for number_, (name, biased, rectified) in enumerate(self.layers):
-            weight = tensors[f"{name}.weight"].transpose(1, 2)
-            out = (
-                torch.bmm(activations[-1], weight)
-                if not biased
-                else torch.baddbmm(tensors[f"{name}.bias"].unsqueeze(1), activations[-1], weight)
-            )
-            activations.append(out.relu_() if rectified and number_ + 1 < len(self.layers) else out)
-        return activations
-
-    def _error(self, scores: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-        """Derivative of the weighted cross-entropy with respect to the scores."""
-        error = torch.softmax(scores, dim=-1)
-        error.scatter_add_(2, targets.unsqueeze(2), scores.new_full((), -1.0).expand(*targets.shape, 1))
-        return error.mul_(weights.unsqueeze(2))
-
-    def gradients(self, tensors: dict[str, Tensor], inputs: Tensor, targets: Tensor, weights: Tensor) -> list[Tensor]:
-        activations = self._forward(tensors, inputs)
-        error = self._error(activations.pop(), targets, weights)
-        found: dict[str, Tensor] = {}
-        for depth in reversed(range(len(self.layers))):
-            name, biased, _ = self.layers[depth]
-            found[f"{name}.weight"] = torch.bmm(error.transpose(1, 2), activations[depth])
-            if biased:
-                found[f"{name}.bias"] = error.sum(1)
-            if depth:
-                error = torch.bmm(error, tensors[f"{name}.weight"])
-                self._gate(error, activations[depth], depth)
-        return [found[name] for name in tensors]
-
-    def step(self, tensors: dict[str, Tensor], inputs: Tensor, targets: Tensor, weights: Tensor) -> None:
-        """One step of plain SGD (the weights carry the learning rate), folded into the products that form it."""
-        activations = self._forward(tensors, inputs)
-        error = self._error(activations.pop(), targets, weights)
-        for depth in reversed(range(len(self.layers))):
-            name, biased, _ = self.layers[depth]
-            weight = tensors[f"{name}.weight"]
-            below = torch.bmm(error, weight) if depth else error
-            weight.baddbmm_(error.transpose(1, 2), activations[depth], alpha=-1.0)
-            if biased:
-                tensors[f"{name}.bias"].sub_(error.sum(1))
-            if depth:
-                error = below
-                self._gate(error, activations[depth], depth)
-
-    def _gate(self, error: Tensor, activation: Tensor, depth: int) -> None:
-        if self.layers[depth - 1][2]:
-            error.mul_(activation > 0)
-
-
-def feed_forward_layers(module: nn.Module) -> list[tuple[str, bool, bool]]:
-    """(name, has bias, ReLU follows) of every Linear layer; empty where the module is anything else."""
-    if not isinstance(module, nn.Sequential):
-        return []
-    layers: list[tuple[str, bool, bool]] = []
-    for name, child in module.named_children():
-        if isinstance(child, nn.Linear):
-            layers.append((name, child.bias is not None, False))
-        elif isinstance(child, nn.ReLU) and layers and not layers[-1][2]:
-            layers[-1] = (*layers[-1][:2], True)
-        elif not (isinstance(child, nn.Flatten) and not layers):
-            return []
-    return layers if layers and not layers[-1][2] else []
-
-
-def choose_program(module: nn.Module, wanted: str = "auto") -> Program:
-    """The program that trains this module; 'auto' takes the first that can."""
-    if wanted not in PROGRAMS:
-        raise EvenhandError(f"program={wanted!r} is not one of {', '.join(map(repr, PROGRAMS))}")
-    if wanted == "sequential":
-        return Sequential(module)
-    if wanted == "feed-forward" or (wanted == "auto" and feed_forward_layers(module)):
-        return FeedForward(module)
-    return Batched(module)
-
-
-def train(
-    program: Program,
-    shape: Shape,
-    rows: Tensor,
-    received: Tensor,
-    plan: Plan,
-    inputs: Tensor,
-    targets: Tensor,
-    work: LocalWork,
-    *,
-    rates: Tensor,
-    momentum: Tensor | None = None,
-    pull: Tensor | None = None,
-) -> None:
-    """Train every row in place, from `received`.
-
-    rates (rows x 1) are the rows' learning rates; momentum and pull (rows x 1), where given, their momentum and the
-    strength of the proximal pull towards the received model.
-    """
-    indices = torch.from_numpy(plan.indices).to(rows.device)
-    weights = torch.from_numpy(plan.weights).to(rows.device)
-    steady = bool((plan.weights > 0).any(axis=2).all())
-    run_steps(
-        program, shape, rows, received, indices, weights, inputs, targets, work,
-        steady=steady, rates=rates, momentum=momentum, pull=pull,
-    )  # fmt: skip
-
-
-def run_steps(
-    program: Program,
-    shape: Shape,
-    rows: Tensor,
-    received: Tensor,
-    indices: Tensor,
-    weights: Tensor,
-    inputs: Tensor,
-    targets: Tensor,
-    work: LocalWork,
-    *,
-    steady: bool,
-    rates: Tensor,
-    momentum: Tensor | None = None,
-    pull: Tensor | None = None,
-) -> None:
-    """All local steps, with every operand on the device; `steady`: every row moves at every step."""
-    tensors = shape.views(rows)
-    plain = momentum is None and pull is None and work.weight_decay == 0.0 and work.clip is None
-    if plain:  # the gradient is linear in the sample weights, so they can carry the learning rate
-        weights = weights * rates.view(1, -1, 1)
-    active = None if plain or steady else (weights > 0).any(2).to(rows.dtype).unsqueeze(2)
-    velocity = torch.zeros_like(rows) if momentum is not None else None
-    for step in range(len(indices)):
-        seen, wanted = inputs[indices[step]], targets[indices[step]]
-        if plain and isinstance(program, FeedForward):
-            program.step(tensors, seen, wanted, weights[step])
-            continue
-        found = program.gradients(tensors, seen, wanted, weights[step])
-        if plain:
-            for tensor, gradient in zip(tensors.values(), found, strict=True):
-                tensor.sub_(gradient)
-            continue
-        flat = torch.cat([gradient.reshape(len(rows), -1) for gradient in found], dim=1)
-        if pull is not None:
+    def _step(
+        self,
+        rows: Tensor,
+        received: Tensor | None,
+        found: list[Tensor],
+        rates: Tensor,
+        momentum: Tensor | None,
+        pull: Tensor | None,
+        velocity: Tensor | None,
+    ) -> None:
+        """One step of SGD with everything a client may add to it."""
+        flat = torch.zeros_like(rows)
+        for view, gradient in zip(self.shape.views(flat).values(), found, strict=True):
+            view.copy_(gradient)
+        if pull is not None and received is not None:
             flat.addcmul_(rows - received, pull)
-        if work.weight_decay:
-            flat.add_(rows, alpha=work.weight_decay)
-        if work.clip is not None:
+        if self.work.weight_decay:
+            flat.add_(rows, alpha=self.work.weight_decay)
+        if self.work.clip is not None:
             lengths = torch.linalg.vector_norm(flat, dim=1, keepdim=True)
-            flat.mul_((work.clip / lengths.clamp_min(1e-30)).clamp_max(1.0))
+            flat.mul_((self.work.clip / lengths.clamp_min(1e-30)).clamp_max(1.0))
         if velocity is not None and momentum is not None:
-            velocity.mul_(momentum).add_(flat)
-            flat = velocity
-        rows.addcmul_(flat, rates if active is None else rates * active[step], value=-1.0)
+            flat = velocity.mul_(momentum).add_(flat)
+        rows.addcmul_(flat, rates, value=-1.0)
+
+
+def _means(scores: Tensor, targets: Tensor, shares: Tensor) -> Tensor:
+    """Share-weighted loss and accuracy of every row (2 x rows, float64)."""
+    losses = functional.cross_entropy(scores.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
+    right = scores.argmax(-1) == targets
+    # A padded sample counts nothing even where its loss is not finite.
+    return torch.stack([torch.where(shares > 0, losses, 0.0), right]).double().mul_(shares).sum(2)
 
 
 @torch.no_grad()
 def evaluate(
-    module: nn.Module,
-    shape: Shape,
-    model: Tensor,
-    inputs: Tensor,
-    targets: Tensor,
-    indices: Tensor,
-    owners: Tensor,
-    count: int,
-    chunk: int = 8192,
-) -> tuple[Tensor, Tensor]:
-    """Sum of losses and of right answers of one model, by owner of the sample (float64, length `count`)."""
+    module: nn.Module, shape: Shape, model: Tensor, inputs: Tensor, targets: Tensor, samples: Samples
+) -> Tensor:
+    """Sums of losses and of right answers of one model on each client's samples (2 x clients, float64)."""
     tensors = {name: view[0] for name, view in shape.views(model.unsqueeze(0)).items()}
-    losses = torch.zeros(count, dtype=torch.float64, device=model.device)
-    right = torch.zeros(count, dtype=torch.float64, device=model.device)
-    module.eval()
-    for start in range(0, len(indices), chunk):
-        index, owner = indices[start : start + chunk], owners[start : start + chunk]
-        scores = functional_call(module, tensors, (inputs[index],))
-        wanted = targets[index]
-        losses.index_add_(0, owner, functional.cross_entropy(scores, wanted, reduction="none").double())
-        right.index_add_(0, owner, (scores.argmax(-1) == wanted).double())
-    module.train()
-    return losses, right
+    found = torch.zeros(2, len(samples.indices), dtype=torch.float64, device=model.device)
+    for start in range(0, len(samples.indices), AT_ONCE):
+        part = slice(start, start + AT_ONCE)
+        index = samples.indices[part]
+        with answering(module):
+            scores, wanted = functional_call(module, tensors, (inputs[index],)), targets[index]
+        found[0, part] = functional.cross_entropy(scores, wanted, reduction="none").double()
+        found[1, part] = (scores.argmax(-1) == wanted).double()
+    return torch.stack([torch.segment_reduce(row, "sum", lengths=samples.lengths, unsafe=True) for row in found])

@@ -79,18 +79,23 @@ class FedLF(Rule):
         nothing = np.zeros(len(gram))
         if typical == 0.0:
             return nothing, None
-        mix = np.zeros((len(moving), len(gram)))  # the hull's points as combinations of rows
-        mix[np.arange(len(moving)), moving] = scale[moving]
-        if levelling is not None:
+        hull = gram[moving[:, None], moving] * np.outer(scale[moving], scale[moving])
+        fair = None
+        if levelling is not None:  # one more point of the hull, a combination of the present clients' parts
             fair = nothing.copy()
             fair[:present] = levelling * scale[:present]
             length = combined_length(gram, fair, resolution)
-            if length > 0.0:
-                mix = np.vstack([mix, fair * (typical / length if self.normalise else 1.0)])
-        solved = min_norm(mix @ gram @ mix.T)
+            fair = None if length == 0.0 else fair * (typical / length if self.normalise else 1.0)
+        if fair is not None:
+            products = gram @ fair
+            edge = products[moving] * scale[moving]
+            hull = np.block([[hull, edge[:, None]], [edge[None, :], np.array([[fair @ products]])]])
+        solved = min_norm(hull)
         if solved.square <= max(1e-12, 10.0 * resolution) * typical**2:
             return nothing, None
-        return solved.weights @ mix, solved
+        coefficients = nothing.copy()
+        coefficients[moving] = solved.weights[: len(moving)] * scale[moving]
+        return coefficients if fair is None else coefficients + solved.weights[-1] * fair, solved
 
 
 def _names(round: Round, group: list[int]) -> list[str]:
