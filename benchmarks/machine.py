@@ -21,14 +21,20 @@ def processor() -> str:
     return f"{names[0] if names else platform.processor()}, {torch.get_num_threads()} threads"
 
 
-def provenance(device: str = "cpu") -> str:
-    """One line to put over a table."""
+def provenance(device: str = "cpu", arguments: list[str] | None = None) -> str:
+    """One line to put over a table; arguments: those worth saying, where not all of the command's are."""
     where = torch.cuda.get_device_name() if device == "cuda" else processor()
-    command = f"python {' '.join([Path(sys.argv[0]).as_posix(), *sys.argv[1:]])}"
+    said = sys.argv[1:] if arguments is None else arguments
+    command = f"python {' '.join(['benchmarks/' + Path(sys.argv[0]).name, *said])}"
     return (
         f"{where}; Python {platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}; "
         f"`{command}`; {datetime.date.today().isoformat()}"
     )
+
+
+def devices(wanted: str | None) -> list[str]:
+    """The named device, or all there are."""
+    return [wanted] if wanted else ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
 def wait(device: str) -> None:

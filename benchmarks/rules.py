@@ -3,12 +3,11 @@
 The floor reads the updates twice: one plain Gram product and one plain combination, by the same torch in the
 same run. The published form is the paper's algorithm box on long vectors (tests/oracles.py), on the same float32
 numbers; it is run where it takes less than --patience seconds by estimate (FedMGDA+'s box never: its oracle is no
-published form). Extra memory includes the result
-itself, which is 1/clients of the updates.
+published form). Extra memory includes the result itself, which is 1/clients of the updates.
 
-    python benchmarks/rules.py                 quick: small sizes, no long waits
-    python benchmarks/rules.py --full          all sizes, published forms included
-    python benchmarks/rules.py --device cuda --full
+    python benchmarks/rules.py                 quick: small sizes, no long waits, on every device there is
+    python benchmarks/rules.py --full          all sizes
+    python benchmarks/rules.py --full --device cuda --patience 60
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from time import perf_counter
 
 import numpy as np
 import torch
-from machine import best_time, peak_extra, provenance
+from machine import best_time, devices, peak_extra, provenance
 
 import evenhand as eh
 
@@ -166,20 +165,18 @@ def measure_memory_of_absent(present: int, past: int, columns: int, device: str)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: all there are")
     parser.add_argument("--full", action="store_true", help="all sizes")
     parser.add_argument("--size", type=int, nargs=2, metavar=("CLIENTS", "PARAMETERS"), help="one size alone")
     parser.add_argument("--patience", type=float, default=2.0, help="longest run of a published form, seconds")
     arguments = parser.parse_args()
-    print(provenance(arguments.device))
     sizes = SIZES if arguments.full else SIZES[:2]
-    for rows, columns in [tuple(arguments.size)] if arguments.size else sizes:
-        measure(rows, columns, arguments.device, arguments.patience)
-    if arguments.size:
-        return
-    measure_memory_of_absent(10, 60, 200_000, arguments.device)
-    if arguments.full:
-        measure_memory_of_absent(10, 60, 2_000_000, arguments.device)
+    for device in devices(arguments.device):
+        print(provenance(device))
+        for rows, columns in [tuple(arguments.size)] if arguments.size else sizes:
+            measure(rows, columns, device, arguments.patience)
+        for columns in [] if arguments.size else [200_000, 2_000_000][: 2 if arguments.full else 1]:
+            measure_memory_of_absent(10, 60, columns, device)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
-"""One workload, ours beside the bare matrix products and a plain PyTorch loop, in one run.
+"""The simulator's rounds beside the bare matrix products and a plain PyTorch loop, in one run.
 
 60,000 samples of 784 features, 100 clients with two classes each (80/20 local split), MLP 784-200-200-10, 10 clients a
 round, one epoch of batches of 50 (and one full-batch step), lr 0.1. Milliseconds a round without evaluation.
 
-    python benchmarks/simulation.py [--device cuda] [--rounds 40]
+    python benchmarks/simulation.py [--device cpu|cuda] [--rounds 30] [--long]
+
+Without --device all devices that are there are measured. --long adds whole runs of 3,000 rounds (minutes on a CPU),
+a convolutional network and a million registered clients. peers.py measures other frameworks on the same workload.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from time import perf_counter
 
 import numpy as np
 import torch
-from machine import provenance, wait
+from machine import devices, provenance, wait
 from torch import nn
 
 from evenhand.data import Dataset, Partition, partition
@@ -41,18 +44,31 @@ def workload() -> tuple[Dataset, Partition]:
 
 
 def simulation(
-    dataset: Dataset, parted: Partition, name: str, batch: int | None, seeds: int, device: str
+    dataset: Dataset,
+    parted: Partition,
+    name: str,
+    batch: int | None,
+    seeds: int,
+    device: str,
+    *,
+    model: str = "mlp",
+    program: str = "auto",
+    cohort: int = 10,
+    rounds: int = 10**6,
+    eval_every: int = 10**6,
+    descent: bool = False,
 ) -> Simulation:
-    module = build("mlp", (784,), 10, seed=0)
+    module = build(model, dataset.shape, 10, seed=0)
     start = Shape.of(module).flat(module).to(device)
     replicas = [Replica(seed, method(name), parted, start.clone()) for seed in range(seeds)]
-    settings = Settings(10**6, LocalWork(batch_size=batch), SAMPLING, eval_every=10**6, descent=False)
+    work, sampling = LocalWork(batch_size=batch), Sampling(cohort=cohort)
+    settings = Settings(rounds, work, sampling, eval_every=eval_every, descent=descent, program=program)
     return Simulation(dataset, module, replicas, settings, torch.device(device))
 
 
-def ours(made: Simulation, rounds: int, device: str) -> float:
+def ours(made: Simulation, rounds: int, device: str, warm_up: int = 12) -> float:
     """Median time of a round, after a few that warm up (and fill the memory of absent clients)."""
-    made.run(until=12)
+    made.run(until=warm_up)
     times = []
     for _ in range(rounds):
         start = perf_counter()
@@ -119,14 +135,34 @@ def _median(work: object, rounds: int, device: str) -> float:
     return float(np.median(times[2:]))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--rounds", type=int, default=30)
-    arguments = parser.parse_args()
-    device, rounds = arguments.device, arguments.rounds
+def whole_run(dataset: Dataset, parted: Partition, name: str, seeds: int, device: str, rounds: int) -> float:
+    """Seconds for rounds with evaluation of all clients every 10 rounds, everything that is logged included."""
+    made = simulation(dataset, parted, name, 50, seeds, device, rounds=rounds, eval_every=10, descent=True)
+    start = perf_counter()
+    made.run()
+    wait(device)
+    return perf_counter() - start
+
+
+def convolution(device: str, program: str, rounds: int) -> float:
+    """FedLF's network on images of CIFAR-10's shape: 50,000 samples, 100 clients, 10 a round, batches of 50."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(50_000, 3, 32, 32, generator=generator)
+    dataset = Dataset(name="images", inputs=inputs, targets=torch.arange(50_000) % 10, classes=10)
+    parted = partition(dataset, "pat:2", clients=100, seed=0)
+    return ours(simulation(dataset, parted, "fedavg", 50, 1, device, model="cnn", program=program), rounds, device, 3)
+
+
+def population(clients: int, name: str, device: str, rounds: int) -> float:
+    """A round of 100 clients with 8 training samples each, out of few or many registered ones."""
+    samples = torch.randn(10 * clients, 10, generator=torch.Generator().manual_seed(0))
+    dataset = Dataset(name="crowd", inputs=samples, targets=torch.arange(len(samples)) % 10, classes=10)
+    parted = partition(dataset, "iid", clients=clients, seed=0)
+    return ours(simulation(dataset, parted, name, 4, 1, device, model="logistic", cohort=100), rounds, device)
+
+
+def table(device: str, rounds: int) -> None:
     dataset, parted = workload()
-    print(provenance(device))
     print("\n| what | batches of 50, ms | full batch, ms |\n|---|---|---|")
     rows = {
         "bare matrix products": lambda batch: bare_products(parted, batch, rounds, device),
@@ -136,11 +172,42 @@ def main() -> None:
         rows[f"evenhand, {name}"] = lambda batch, name=name: ours(
             simulation(dataset, parted, name, batch, 1, device), rounds, device
         )
+    rows["evenhand, fedavg, and who fell"] = lambda batch: ours(
+        simulation(dataset, parted, "fedavg", batch, 1, device, descent=True), rounds, device
+    )
     rows["evenhand, fedavg, five seeds at once"] = lambda batch: ours(
         simulation(dataset, parted, "fedavg", batch, 5, device), rounds, device
     )
     for label, measure in rows.items():
         print(f"| {label} | {1e3 * measure(50):.1f} | {1e3 * measure(None):.1f} |", flush=True)
+
+
+def long_table(device: str, rounds: int) -> None:
+    dataset, parted = workload()
+    print("\n| whole run, evaluation of 100 clients every 10 rounds, all logged | seconds |\n|---|---|")
+    for name, seeds in (("fedavg", 1), ("fedavg", 5), ("fedlf", 1), ("fedlf", 5)):
+        seconds = whole_run(dataset, parted, name, seeds, device, 3000)
+        print(f"| {name}, 3,000 rounds, {seeds} seed{'s' * (seeds > 1)} | {seconds:.1f} |", flush=True)
+    print("\n| convolutional network, 798k parameters | ms a round |\n|---|---|")
+    for program in ("sequential", "batched"):
+        print(f"| {program} | {1e3 * convolution(device, program, max(3, rounds // 4)):.1f} |", flush=True)
+    print("\n| 100 clients a round out of | fedavg, ms | adafed, ms |\n|---|---|---|")
+    for clients in (1_000, 1_000_000):
+        cells = [f"{1e3 * population(clients, name, device, rounds):.2f}" for name in ("fedavg", "adafed")]
+        print(f"| {clients:,} | {' | '.join(cells)} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: all there are")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--long", action="store_true", help="whole runs, a convolutional network, a million clients")
+    arguments = parser.parse_args()
+    for device in devices(arguments.device):
+        print(provenance(device))
+        table(device, arguments.rounds)
+        if arguments.long:
+            long_table(device, arguments.rounds)
 
 
 if __name__ == "__main__":

@@ -64,6 +64,8 @@ class Experiment:
     device: str = AUTO
     program: str = AUTO
     descent: bool = True  # measure after each round whose loss fell
+    chunk: int | None = None  # clients trained at once, where all of a round's are too many for the memory
+    keep_on: str = AUTO  # where absent clients' updates are kept: "auto" is where they were computed
 
     def __post_init__(self) -> None:
         number("rounds", self.rounds, low=1, whole=True)
@@ -78,6 +80,9 @@ class Experiment:
             if not isinstance(getattr(self, name), str):
                 raise EvenhandError(f"{name}={getattr(self, name)!r} must be a name")
         flag("descent", self.descent)
+        if self.chunk is not None:
+            number("chunk", self.chunk, low=1, whole=True)
+        choice("keep_on", self.keep_on, (AUTO, "cpu"))
 
     def __str__(self) -> str:
         return f"{self.method.name} on {self.setting()}"
@@ -276,6 +281,8 @@ def prepare(
         eval_every=experiment.eval_every,
         descent=experiment.descent,
         program=experiment.program,
+        chunk=experiment.chunk,
+        keep_on=None if experiment.keep_on == AUTO else torch.device(experiment.keep_on),
     )
     return Simulation(dataset, module, replicas, settings, device)
 

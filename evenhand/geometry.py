@@ -33,7 +33,7 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 Layers = str | Callable[[str], str] | Mapping[str, Any] | Sequence[Any] | None
 
 STRETCH = 512  # columns whose products are summed at once; these sums are added up in float64
-PARTIALS = 1 << 20  # bytes of such sums held at once: a cache's worth; more on an accelerator
+PARTIALS = 1 << 20  # bytes of such sums held at once: a cache's worth
 BUFFER = 16 << 20  # bytes of the gather buffer
 TILE = 256  # rows per tile when only the upper triangle of a large Gram matrix is computed
 TINY, HUGE = 1e-28, 1e34  # squared norms outside this range are not trusted in float32
@@ -458,7 +458,9 @@ def _products(left: Tensor, right: Tensor, layers: Tensor | None = None) -> Tens
         return left.double() @ right.double().T
     pairs = left.shape[0], right.shape[0]
     whole = width // STRETCH
-    room = PARTIALS if left.device.type == "cpu" else 8 * PARTIALS
+    room = PARTIALS
+    if left.device.type != "cpu":  # no cache to stay in: fewer, larger pieces, yet little beside the rows themselves
+        room = max(PARTIALS, min(64 * PARTIALS, left.element_size() * width * (pairs[0] + pairs[1]) // 40))
     at_once = max(1, room // (left.element_size() * pairs[0] * pairs[1]))
     total: Tensor | None = None
     for start in range(0, whole, at_once):

@@ -9,7 +9,7 @@ import oracles
 import pytest
 import torch
 from cohorts import Cohort, cohorts, independent, make
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 import evenhand as eh
@@ -166,6 +166,7 @@ def test_more_clients_than_parameters_still_move(name, kind):
 
 @PROPERTY
 @given(cohorts(), st.sampled_from([0.0, 1.0, 3.0]), st.sampled_from([1e-3, 0.1]))
+@example(make(21, 21, 1, "sparse", 1e-12, 1), 0.0, 1e-3)  # as many clients to one side as to the other
 def test_even_follows_its_definition(cohort, gamma, ridge):
     found = eh.aggregate("even", cohort.updates, losses=cohort.losses, gamma=gamma, ridge=ridge).update
     close(found, oracles.even(cohort.updates, cohort.losses, gamma, ridge), cohort, 1e-5)

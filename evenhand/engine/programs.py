@@ -24,6 +24,8 @@ from evenhand.checks import EvenhandError
 
 PROGRAMS = ("auto", "feed-forward", "batched", "sequential")
 
+SMALL = 100_000  # parameters up to which a CPU is faster with all rows at once
+
 Tensors = dict[str, Tensor]
 
 
@@ -214,12 +216,20 @@ def feed_forward_layers(module: nn.Module) -> list[tuple[str, bool, bool]]:
     return layers if layers and not layers[-1][2] else []
 
 
-def choose_program(module: nn.Module, wanted: str = "auto") -> Program:
-    """The program that trains this module; 'auto' takes the first that can."""
+def choose_program(module: nn.Module, wanted: str = "auto", device: torch.device | None = None) -> Program:
+    """The program that trains this module; 'auto' takes the one that is faster for its kind.
+
+    The choice follows the kind of network and not a stopwatch, so that the same command gives the same numbers.
+    Convolutions with a filter for every row are slow everywhere, and on a CPU mapping pays for small networks alone
+    (docs/benchmarks.md).
+    """
     if wanted not in PROGRAMS:
         raise EvenhandError(f"program={wanted!r} is not one of {', '.join(map(repr, PROGRAMS))}")
-    if wanted == "sequential":
-        return Sequential(module)
     if wanted == "feed-forward" or (wanted == "auto" and feed_forward_layers(module)):
         return FeedForward(module)
+    convolves = any(isinstance(part, nn.modules.conv._ConvNd) for part in module.modules())
+    large = sum(parameter.numel() for parameter in module.parameters()) > SMALL
+    on_cpu = device is None or device.type == "cpu"
+    if wanted == "sequential" or (wanted == "auto" and (convolves or (large and on_cpu))):
+        return Sequential(module)
     return Batched(module)

@@ -101,7 +101,7 @@ class Simulation:
         self.dataset, self.module, self.settings, self.device = dataset, module.to(device), settings, device
         self.inputs, self.targets = dataset.inputs.to(device), dataset.targets.to(device)
         self.shape = Shape.of(module)
-        program = choose_program(module, settings.program)
+        program = choose_program(module, settings.program, device)
         self.local = Local(program, self.shape, self.inputs, self.targets, settings.work)
         self.replayed = Replayed() if Replayed.possible(device, program) else None
         self._ahead: Ready | None = None  # the next round, prepared while the device works

@@ -112,8 +112,11 @@ def _solve_definite(gram: Floats, right: Floats, ridge: float, resolution: float
 
 
 def _solve_least_squares(gram: Floats, right: Floats, ridge: float, resolution: float) -> tuple[Floats, int]:
-    """The pseudo-inverse: combinations of rows that cancel out within the rounding of the Gram matrix get no weight."""
+    """The pseudo-inverse: what is lost in the rounding of the Gram matrix, on either side, gets no weight."""
     values, vectors = np.linalg.eigh(gram)
-    sound = values > 10.0 * len(gram) * resolution * values[-1]
+    noise = 10.0 * len(gram) * resolution
+    sound = values > noise * values[-1]
+    asked = vectors.T @ right
+    asked[np.abs(asked) <= noise * np.linalg.norm(right)] = 0.0
     inverse = np.divide(1.0, values + ridge, out=np.zeros_like(values), where=sound)
-    return vectors @ (inverse * (vectors.T @ right)), int(sound.sum())
+    return vectors @ (inverse * asked), int(sound.sum())

@@ -18,6 +18,7 @@ from evenhand.methods.base import Round
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 
+TINY = float(np.finfo(float).tiny)
 GOAL_LIMIT = 1.0 - 1e-6  # a goal of exactly 1 would ask for an infinitely long update
 
 
@@ -50,34 +51,51 @@ def sweep(
     In projection order a row's coefficients beyond its own are those of targets already passed, so the inner
     products with the next target need the passed ones alone.
     """
-    count = len(order)
-    inner = gram[np.ix_(order, order)]
+    inner = gram[order[:, None], order]
     movable = free[order]
-    others = movable.copy()  # the movable rows but for the target itself
-    wanted = None if goals is None else np.clip(goals[np.ix_(order, order)], 0.0, GOAL_LIMIT)
-    squares = np.diagonal(inner).copy()  # of the rows as they are adjusted
-    lengths = np.sqrt(np.maximum(squares, 0.0))  # of the targets
-    passed = np.zeros((count, count))  # passed[j, k]: coefficient of target j in row k
-    cosines = np.full((count, count), np.nan)
-    for j in range(count):
-        if lengths[j] == 0.0:
-            continue
-        along = (inner[j] + inner[j, :j] @ passed[:j]) / lengths[j]
-        others[j] = False
-        if wanted is None:
-            conflict = others & (along < 0.0)
-            target = np.zeros(count)
-        else:
-            size = np.sqrt(np.maximum(squares, along**2))
-            cosine = np.divide(along, size, out=np.zeros(count), where=size > 0.0)
-            cosines[others, j] = cosine[others]
-            goal = wanted[:, j]
-            conflict = others & (cosine < goal) & (size > 0.0)
-            target = np.sqrt(np.maximum(squares - along**2, 0.0)) * goal / np.sqrt(1.0 - goal**2)
-        others[j] = movable[j]
-        passed[j, conflict] = (target - along)[conflict] / lengths[j]
-        squares[conflict] += (target**2 - along**2)[conflict]
-    placed, met = np.empty((count, count)), np.empty((count, count))
-    placed[np.ix_(order, order)] = passed.T + np.eye(count)
-    met[np.ix_(order, order)] = cosines
+    lengths = np.sqrt(np.maximum(np.diagonal(inner), 0.0))  # of the targets
+    if goals is None:
+        passed = _projected(inner, movable, lengths)
+        cosines = np.full(inner.shape, np.nan)
+    else:
+        wanted = np.clip(goals[order[:, None], order], 0.0, GOAL_LIMIT)
+        passed, cosines = _turned(inner, movable, lengths, wanted)
+    placed, met = np.empty(inner.shape), np.empty(inner.shape)
+    placed[order[:, None], order] = passed.T + np.eye(len(order))
+    met[order[:, None], order] = cosines
     return Swept(placed, met)
+
+
+def _projected(inner: Floats, movable: np.ndarray[Any, np.dtype[np.bool_]], lengths: Floats) -> Floats:
+    """passed[j, k]: coefficient of target j in row k, where every conflict is projected away (all goals are zero)."""
+    passed = np.zeros(inner.shape)
+    for j in np.flatnonzero(lengths).tolist():
+        dots = inner[j] + inner[j, :j] @ passed[:j]
+        dots[j] = 0.0  # a row is no target of its own
+        np.minimum(dots, 0.0, out=dots)
+        np.multiply(dots, movable / -(lengths[j] ** 2), out=passed[j])
+    return passed
+
+
+def _turned(
+    inner: Floats, movable: np.ndarray[Any, np.dtype[np.bool_]], lengths: Floats, wanted: Floats
+) -> tuple[Floats, Floats]:
+    """The same with goals (rows x targets), and the cosines met before each adjustment (rows x targets)."""
+    passed, cosines = np.zeros(inner.shape), np.full(inner.shape, np.nan)
+    squares = np.diagonal(inner).copy()  # of the rows as they are adjusted
+    ratios = wanted / np.sqrt(1.0 - wanted**2)
+    for j in np.flatnonzero(lengths).tolist():
+        along = (inner[j] + inner[j, :j] @ passed[:j]) / lengths[j]
+        parallel = along * along
+        whole = np.maximum(squares, parallel)
+        cosine = along / np.sqrt(np.maximum(whole, TINY))
+        others = movable & (whole > 0.0)
+        others[j] = False
+        conflict = others & (cosine < wanted[:, j])
+        target = np.sqrt(whole - parallel) * ratios[:, j]
+        passed[j] = np.where(conflict, (target - along) / lengths[j], 0.0)
+        squares = np.where(conflict, squares + target * target - parallel, squares)
+        others = movable.copy()
+        others[j] = False
+        cosines[others, j] = cosine[others]
+    return passed, cosines
