@@ -169,6 +169,8 @@ def _candidates(name: str, problem: _Problem, point: Floats) -> Iterator[tuple[s
 
     Gaussian elimination is tried before least squares, which is needed only where the active rows are dependent.
     """
+    if name == "pivoting":  # which has refined its answer already
+        yield name, point
     inner = (point > problem.low + 1e-9) & (point < problem.high - 1e-9)
     if not inner.any():
         yield name, point
@@ -220,7 +222,7 @@ def _pivoting(problem: _Problem) -> Floats | None:
     for _ in range(PIVOTS):
         inside = np.flatnonzero(free)
         part = gram if len(inside) == len(problem) else gram[inside[:, None], inside]
-        _, found, info = scipy.linalg.lapack.dposv(part, costs[inside], lower=1)
+        factor, found, info = scipy.linalg.lapack.dposv(part, costs[inside], lower=1)
         if info != 0:
             return None
         point = np.zeros(len(problem))
@@ -228,8 +230,12 @@ def _pivoting(problem: _Problem) -> Floats | None:
         slope = gram @ point - costs
         wrong = np.flatnonzero(np.where(free, point < -1e-12 * np.abs(found).max(initial=0.0), slope < -1e-12))
         if not len(wrong):
+            for _ in range(2):  # the factor of the ridged matrix refines the solution of the matrix itself
+                rest = costs[inside] - (part @ found - RIDGE * found)
+                found = found + scipy.linalg.lapack.dpotrs(factor, rest, lower=1)[0]
+            point[inside] = np.maximum(found, 0.0)
             total = float(costs @ point)
-            return np.maximum(point, 0.0) / total if total > 0.0 else None
+            return point / total if total > 0.0 else None
         if len(wrong) < fewest:
             fewest, chances = len(wrong), 3
         else:

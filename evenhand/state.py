@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -164,6 +164,11 @@ class State:
 
     def __repr__(self) -> str:
         return f"State({self.rule!r} after round {self.round}, {len(self.memory.clients)} updates remembered)"
+
+    def placed(self, device: torch.device) -> State:
+        """The same with its remembered updates on a device (a loaded state comes on the CPU)."""
+        held = tuple(Held(entry.rows, tuple(part.to(device) for part in entry.parts)) for entry in self.memory.held)
+        return replace(self, memory=replace(self.memory, held=held, turns=(0,) * len(held)))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write one safetensors file, atomically: an interrupted save leaves an older file as it was."""

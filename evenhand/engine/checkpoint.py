@@ -57,7 +57,10 @@ def _restore(simulation: Simulation, replica: Replica, kept: Mapping[str, Any], 
     if found != (replica.seed, replica.method.to_dict(), replica.partition.fingerprint()):
         raise EvenhandError(f"{str(path)!r} belongs to another seed, method or partition than seed {replica.seed} here")
     replica.model = kept["model"].to(simulation.device)
-    replica.state = None if kept["state"] is None else State.from_plain(kept["state"])
+    where = (
+        simulation.settings.keep_on or simulation.device
+    )  # where the rows were, for the same numbers to the last bit
+    replica.state = None if kept["state"] is None else State.from_plain(kept["state"]).placed(where)
     replica.offset = None if kept["offset"] is None else kept["offset"].to(simulation.device)
     replica.personal = None if kept["personal"] is None else kept["personal"].to(simulation.device)
     replica.rounds = list(kept["rounds"])

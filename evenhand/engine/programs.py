@@ -90,6 +90,8 @@ class Sequential:
                 loss, said = _weighted_loss(self.module, leaves, inputs[row], targets[row], weights[row])
                 found.append(torch.autograd.grad(loss, list(leaves.values())))
             scores.append(said.detach())
+        if len(found) == 1:
+            return [gradient.unsqueeze(0) for gradient in found[0]], scores[0].unsqueeze(0)
         return [torch.stack(column) for column in zip(*found, strict=True)], torch.stack(scores)
 
 

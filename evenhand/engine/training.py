@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,6 +110,16 @@ class Shape:
         return row[0]
 
 
+@contextmanager
+def repeatable() -> Iterator[None]:
+    """Convolutions on a GPU by algorithms that give the same bits every time."""
+    before, torch.backends.cudnn.deterministic = torch.backends.cudnn.deterministic, True
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.deterministic = before
+
+
 class Side:
     """Work beside the rest on a GPU: on a stream that begins here and is joined later. Elsewhere nothing special."""
 
@@ -144,6 +155,7 @@ class Local:
     targets: Tensor
     work: LocalWork
 
+    @repeatable()
     def round(
         self,
         models: Tensor,
@@ -180,6 +192,7 @@ class Local:
         side.join()
         return updates, measured
 
+    @repeatable()
     def train(
         self,
         rows: Tensor,
@@ -193,6 +206,7 @@ class Local:
         """Train every row in place, wherever it starts, with a pull towards `received`."""
         self._train(rows, received, batches, self._samples(batches), rates, momentum, pull)
 
+    @repeatable()
     def measure(self, models: Tensor, batches: Batches, samples: Callable[[slice], Tensor] | None = None) -> Tensor:
         """Mean loss and accuracy of models on each row's own training data (2 x rows, float64)."""
         samples = samples or self._samples(batches)
@@ -305,6 +319,7 @@ def _means(scores: Tensor, targets: Tensor, shares: Tensor) -> Tensor:
 
 
 @torch.no_grad()
+@repeatable()
 def evaluate(
     module: nn.Module, shape: Shape, model: Tensor, inputs: Tensor, targets: Tensor, samples: Samples
 ) -> Tensor:

@@ -1,0 +1,71 @@
+"""The simulator on a GPU: the same bits every time, after a stop too, and the CPU's numbers up to rounding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from evenhand.engine.checkpoint import restore, save
+from evenhand.engine.simulation import Simulation
+from evenhand.experiment import Experiment, prepare
+from evenhand.methods import method
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+SMALL = {"data": "digits", "clients": 12, "rounds": 8, "eval_every": 4, "work.batch_size": 16, "seeds": [0, 1]}
+
+
+def simulation_of(name: str, device: str = "cuda", **settings) -> Simulation:
+    experiment = Experiment().with_settings({**SMALL, "device": device, **settings, "method": method(name)})
+    return prepare(experiment)
+
+
+def finals(made: Simulation) -> torch.Tensor:
+    made.run()
+    return torch.stack([replica.model for replica in made.replicas]).cpu()
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedlf", "even", "fedfv", "ditto", "afl", "fedmdfg"])
+@pytest.mark.parametrize("model", ["mlp", "cnn"])
+def test_a_run_can_be_repeated_and_resumed_to_the_last_bit(name, model, tmp_path):
+    settings = {} if model == "mlp" else {"model": f"{__name__}:convolution", "rounds": 4}
+    once, again = (finals(simulation_of(name, **settings)) for _ in range(2))
+    assert torch.equal(once, again)
+    stopped, continued = simulation_of(name, **settings), simulation_of(name, **settings)
+    stopped.run(until=3)
+    save(stopped, tmp_path / "checkpoint")
+    restore(continued, tmp_path / "checkpoint")
+    assert torch.equal(finals(continued), once)
+
+
+def convolution(shape, classes):
+    layers = torch.nn.Conv2d(1, 4, 3), torch.nn.ReLU(), torch.nn.MaxPool2d(2), torch.nn.Flatten()
+    return torch.nn.Sequential(*layers, torch.nn.Linear(36, classes))
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedlf", "even", "fedprox", "fedfa"])
+def test_the_gpu_gives_the_cpus_numbers(name):
+    found, expected = finals(simulation_of(name)), finals(simulation_of(name, "cpu"))
+    assert torch.linalg.norm(found - expected) <= 1e-3 * torch.linalg.norm(expected)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"chunk": 2}, {"keep_on": "cpu"}, {"program": "batched"}, {"program": "sequential"}]
+)
+def test_how_it_is_computed_does_not_matter(settings):
+    found, expected = finals(simulation_of("even", **settings)), finals(simulation_of("even"))
+    assert torch.linalg.norm(found - expected) <= 1e-3 * torch.linalg.norm(expected)
+
+
+def test_more_shapes_than_are_captured_run_without_a_graph():
+    made = simulation_of("fedavg", partition="dir:0.3")
+    assert made.replayed is not None
+    expected = finals(limited(simulation_of("fedavg", partition="dir:0.3"), 64))
+    found = finals(limited(made, 1))
+    assert torch.linalg.norm(found - expected) <= 1e-4 * torch.linalg.norm(expected)
+
+
+def limited(made: Simulation, limit: int) -> Simulation:
+    assert made.replayed is not None
+    made.replayed.LIMIT = limit
+    return made
