@@ -12,9 +12,14 @@ class EvenhandError(ValueError):
 
 
 def near_miss(word: object, known: Collection[str]) -> str:
-    """The phrase `; did you mean 'x'?` when a known name is close, else nothing."""
-    close = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    """The phrase `; did you mean 'x'?` when a known name is close, else nothing.
+
+    >>> near_miss("fedvf", ["fedlf", "fedfv"])
+    "; did you mean 'fedfv'?"
+    """
+    close = difflib.get_close_matches(str(word), list(known), n=3, cutoff=0.5)
+    swapped = [name for name in close if sorted(name) == sorted(str(word))]  # the same letters in another order
+    return f"; did you mean {(swapped or close)[0]!r}?" if close else ""
 
 
 def choice(name: str, value: object, allowed: Collection[str]) -> None:

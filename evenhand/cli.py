@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
 import typer
 
 from evenhand.checks import EvenhandError
 
 if TYPE_CHECKING:
-    from evenhand.comparison import Comparison
-    from evenhand.folders import Progress, Status
+    from evenhand.comparison import Cell, Comparison
+    from evenhand.folders import Folder, Progress, Status
     from evenhand.runs import Runs
 
+WIDEST = 1000  # letters in a line, more than any table needs
+ROOM = 36  # letters for the last column of a listing; with less, every entry gets lines of its own
 WRONG = 2  # exit code of an error that the caller can put right
 
 app = typer.Typer(
@@ -57,6 +61,8 @@ def command(name: str) -> Callable[[Command], Command]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The entry point; leaves by SystemExit."""
+    if str(Path.cwd()) not in sys.path:  # for --model mymodel:Net; at the end, where it shadows nothing
+        sys.path.append(str(Path.cwd()))
     app(args=None if arguments is None else list(arguments), prog_name="evenhand")
 
 
@@ -77,46 +83,28 @@ def _options(
     pass
 
 
-# ----------------------------------------------------------------------------------------------- run and compare
+# ------------------------------------------------------------------------------------- the options of an experiment
 
-Config = Annotated[Path | None, typer.Option(help="A TOML file that describes what to run, as every run writes one.")]
 Data = Annotated[
-    str | None, typer.Option(help="Data set by name (evenhand datasets), or your own .csv, .parquet, .npz.")
+    str | None, typer.Option(metavar="NAME", help="Data set (evenhand datasets), or your own .csv, .parquet, .npz.")
 ]
-DataDir = Annotated[Path | None, typer.Option(help="Folder that holds the data set's files.")]
-Target = Annotated[str | None, typer.Option(help="Your own data: the column to predict.")]
-ClientColumn = Annotated[str | None, typer.Option(help="Your own data: the column that says whose sample it is.")]
-Partition = Annotated[str | None, typer.Option(help="Who holds what (evenhand partitions): iid, pat:2, dir:0.1, ...")]
-Clients = Annotated[int | None, typer.Option(help="Number of clients.")]
+DataDir = Annotated[Path | None, typer.Option(metavar="FOLDER", help="Folder that holds the data set's files.")]
+Target = Annotated[str | None, typer.Option(metavar="COLUMN", help="Your own data: the column to predict.")]
+ClientColumn = Annotated[
+    str | None, typer.Option(metavar="COLUMN", help="Your own data: the column that says whose sample it is.")
+]
+Partition = Annotated[
+    str | None, typer.Option(metavar="KIND", help="Who holds what (evenhand partitions): iid, pat:2, dir:0.1, ...")
+]
+Clients = Annotated[int | None, typer.Option(metavar="N", help="Number of clients [30, or what the data says].")]
 Split = Annotated[
-    str | None, typer.Option(help="Each client's shares to train, validate, test: 0.8,0,0.2, or official.")
+    str | None,
+    typer.Option(metavar="SHARES", help="Each client's shares to train, validate, test: 0.8,0,0.2, or official."),
 ]
-Model = Annotated[str | None, typer.Option(help="Network by name (evenhand models), or package.module:Class.")]
-Rounds = Annotated[int | None, typer.Option(help="Number of rounds.")]
-Participation = Annotated[float | None, typer.Option(help="Share of the clients that a round asks.")]
-Cohort = Annotated[int | None, typer.Option(help="Number of clients that a round asks, instead of a share.")]
-Epochs = Annotated[int | None, typer.Option(help="Epochs of local training a round.")]
-BatchSize = Annotated[int | None, typer.Option(help="Samples a step; 0 is the full batch.")]
-Lr = Annotated[float | None, typer.Option("--lr", help="The clients' learning rate.")]
-Seeds = Annotated[str | None, typer.Option(help="How many seeds (5: 0 to 4), or which: 3,7 (a single one: 7,).")]
-EvalEvery = Annotated[int | None, typer.Option(help="Rounds between evaluations of all clients.")]
-Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N.")]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="NAME=VALUE", help="Any other setting, such as method.alpha=0.2. Repeatable."),
-]
-Out = Annotated[Path | None, typer.Option(help="Folder for the results; default: a new one in runs/.")]
-Force = Annotated[bool, typer.Option("--force", help="Replace what the folder holds already.")]
-Resume = Annotated[Path | None, typer.Option(metavar="FOLDER", help="Go on with what was cut short.")]
-Every = Annotated[float, typer.Option(help="Seconds between checkpoints.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the results as JSON and nothing else.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
 
 
-@command("run")
-def run(
-    method: Annotated[str | None, typer.Argument(help="Method with settings, such as fedfv:alpha=0.2.")] = None,
-    config: Config = None,
+def settings(
     data: Data = None,
     data_dir: DataDir = None,
     target: Target = None,
@@ -124,17 +112,96 @@ def run(
     partition: Partition = None,
     clients: Clients = None,
     split: Split = None,
-    model: Model = None,
-    rounds: Rounds = None,
-    participation: Participation = None,
-    cohort: Cohort = None,
-    epochs: Epochs = None,
-    batch_size: BatchSize = None,
-    lr: Lr = None,
-    seeds: Seeds = None,
-    eval_every: EvalEvery = None,
-    device: Device = None,
-    settings: Settings = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Network (evenhand models), or package.module:Class [mlp].")
+    ] = None,
+    rounds: Annotated[int | None, typer.Option(metavar="N", help="Number of rounds [200].")] = None,
+    participation: Annotated[
+        float | None, typer.Option(metavar="SHARE", help="Share of the clients that a round asks [0.2].")
+    ] = None,
+    cohort: Annotated[
+        int | None, typer.Option(metavar="N", help="Number of clients that a round asks, instead of a share.")
+    ] = None,
+    epochs: Annotated[int | None, typer.Option(metavar="N", help="Epochs of local training a round [1].")] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(metavar="N", help="Samples a step; 0 is the full batch [50].")
+    ] = None,
+    lr: Annotated[float | None, typer.Option("--lr", metavar="X", help="The clients' learning rate [0.1].")] = None,
+    seeds: Annotated[
+        str | None,
+        typer.Option(metavar="SEEDS", help="How many (5: 0 to 4), or which: 3,7 (a single one: 7,) [1; compare: 5]."),
+    ] = None,
+    eval_every: Annotated[
+        int | None, typer.Option(metavar="N", help="Rounds between evaluations of all clients [10].")
+    ] = None,
+    device: Annotated[str | None, typer.Option(metavar="NAME", help="auto, cpu, cuda or cuda:N [auto].")] = None,
+    sets: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=VALUE", help="Any other setting, such as method.alpha=0.2. Repeatable."),
+    ] = None,
+) -> dict[str, Any]:
+    """What to change of an experiment, by the options that were given."""
+    found = {
+        "data": data,
+        "data_dir": data_dir and str(data_dir),
+        "data_options.target": target,
+        "data_options.client_column": client_column,
+        "partition": partition,
+        "clients": clients,
+        "split": split and _split(split),
+        "model": model,
+        "rounds": rounds,
+        "participation": participation,
+        "cohort": cohort,
+        "epochs": epochs,
+        "batch_size": batch_size,
+        "lr": lr,
+        "seeds": seeds and _seeds(seeds),
+        "eval_every": eval_every,
+        "device": device,
+    }
+    return {name: value for name, value in found.items() if value is not None} | _sets(sets or [])
+
+
+def takes_settings(function: Command) -> Command:
+    """Put the options of `settings` in the place of a command's parameter `given`, which receives what they say."""
+    shared, own = (inspect.signature(entry, eval_str=True).parameters for entry in (settings, function))
+
+    @functools.wraps(function)
+    def called(**values: Any) -> None:
+        given = settings(**{name: values.pop(name) for name in shared})
+        function(**values, given=given)
+
+    options: list[inspect.Parameter] = []
+    for name, option in own.items():
+        options += shared.values() if name == "given" else [option]
+    named = [option.replace(kind=inspect.Parameter.KEYWORD_ONLY) for option in options]
+    called.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined]
+    called.__annotations__ = {option.name: option.annotation for option in named}
+    return cast(Command, called)
+
+
+# ----------------------------------------------------------------------------------------------- run and compare
+
+Config = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="A TOML file that describes what to run, as every run writes one.")
+]
+Out = Annotated[
+    Path | None, typer.Option(metavar="FOLDER", help="Folder for the results; default: a new one in runs/.")
+]
+Force = Annotated[bool, typer.Option("--force", help="Replace what the folder holds already.")]
+Resume = Annotated[Path | None, typer.Option(metavar="FOLDER", help="Go on with what was cut short.")]
+Every = Annotated[float, typer.Option(metavar="SECONDS", help="Time between checkpoints.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
+
+
+@command("run")
+@takes_settings
+def run(
+    method: Annotated[str | None, typer.Argument(help="Method with settings, such as fedfv:alpha=0.2 [even].")] = None,
+    *,
+    config: Config = None,
+    given: dict[str, Any],
     out: Out = None,
     force: Force = False,
     resume: Resume = None,
@@ -142,9 +209,10 @@ def run(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Train one model over all clients and measure how each is served.
+    """Train one model over all clients; measure how each is served.
 
     Without arguments: the method `even` on the built-in digits, 30 clients with two classes each; a few seconds.
+    [Brackets] at an option show what holds without it.
 
     \b
     Examples:
@@ -156,10 +224,11 @@ def run(
       evenhand run --resume runs/digits-even-1                     goes on after a crash or Ctrl-C
     """
     from evenhand import experiment as experiments
+    from evenhand.folders import RunFolder
 
-    given = _given(locals())
     if resume is not None:
         _alone(given, config, method, out, force)
+        _say_if_finished(RunFolder(resume), as_json or quiet)
         with _progress(quiet) as show:
             runs = experiments.resume(resume, checkpoint_every=checkpoint_every, progress=show)
         _result(runs, as_json, quiet)
@@ -173,31 +242,18 @@ def run(
 
 
 @command("compare")
+@takes_settings
 def compare(
     methods: Annotated[
-        list[str] | None, typer.Argument(help="Methods with settings; differences are tested against the first.")
+        list[str] | None,
+        typer.Argument(help="Methods with settings; differences are tested against the first."),
     ] = None,
+    *,
     config: Config = None,
-    data: Data = None,
-    data_dir: DataDir = None,
-    target: Target = None,
-    client_column: ClientColumn = None,
-    partition: Partition = None,
-    clients: Clients = None,
-    split: Split = None,
-    model: Model = None,
-    rounds: Rounds = None,
-    participation: Participation = None,
-    cohort: Cohort = None,
-    epochs: Epochs = None,
-    batch_size: BatchSize = None,
-    lr: Lr = None,
-    seeds: Seeds = None,
-    eval_every: EvalEvery = None,
-    device: Device = None,
-    settings: Settings = None,
+    given: dict[str, Any],
     export: Annotated[
-        list[Path] | None, typer.Option(help="Also write the table to this .md, .tex or .csv file. Repeatable.")
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="Also write the table to this .md, .tex or .csv file. Repeatable."),
     ] = None,
     out: Out = None,
     force: Force = False,
@@ -206,9 +262,11 @@ def compare(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Run several methods on the same clients, start, cohorts and batches, and print the papers' kind of table.
+    """Run several methods on the same clients; print a table.
 
-    Five seeds unless told otherwise. The folder gets the table as Markdown, LaTeX and CSV, and a run folder a method.
+    They share clients, starting model, cohorts and batches, under each of five seeds unless told otherwise. The folder
+    gets the table as Markdown, LaTeX and CSV, a page with all curves, and a run folder a method.
+    [Brackets] at an option show what holds without it.
 
     \b
     Examples:
@@ -220,12 +278,15 @@ def compare(
     """
     from evenhand import comparison as comparisons
     from evenhand.experiment import Experiment
+    from evenhand.folders import ComparisonFolder
 
-    given = _given(locals())
     for path in export or []:
         comparisons.table_form(path)
+        if not path.parent.is_dir():
+            raise EvenhandError(f"--export {path}: there is no folder {str(path.parent)!r}")
     if resume is not None:
         _alone(given, config, methods, out, force)
+        _say_if_finished(ComparisonFolder(resume), as_json or quiet)
         with _progress(quiet) as show:
             found = comparisons.resume_comparison(resume, checkpoint_every=checkpoint_every, progress=show)
         _table(found, export or [], as_json, quiet)
@@ -234,6 +295,7 @@ def compare(
     if config is not None:
         base, listed = comparisons.read_description(config)
         wanted = wanted or listed
+    comparisons.refuse_method_settings(given)
     chosen = base.with_settings(given)
     if not wanted:
         raise EvenhandError("name the methods to compare, such as: evenhand compare fedavg fedfv even")
@@ -248,27 +310,6 @@ def compare(
             progress=show,
         )
     _table(found, export or [], as_json, quiet, perf_counter() - started)
-
-
-NAMED = (
-    *("data", "partition", "clients", "model", "rounds", "participation", "cohort", "epochs", "batch_size", "lr"),
-    *("eval_every", "device"),
-)
-
-
-def _given(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of an experiment among a command's options: those that were given."""
-    found = {name: options[name] for name in NAMED if options[name] is not None}
-    if options["data_dir"] is not None:
-        found["data_dir"] = str(options["data_dir"])
-    for name in ("target", "client_column"):
-        if options[name] is not None:
-            found[f"data_options.{name}"] = options[name]
-    if options["split"] is not None:
-        found["split"] = _split(options["split"])
-    if options["seeds"] is not None:
-        found["seeds"] = _seeds(options["seeds"])
-    return found | _sets(options["settings"] or [])
 
 
 def _split(text: str) -> Any:
@@ -302,6 +343,11 @@ def _alone(given: Mapping[str, Any], *others: Any) -> None:
         raise EvenhandError("--resume goes on with what was begun, as it was described: give no other settings with it")
 
 
+def _say_if_finished(folder: Folder, silent: bool) -> None:
+    if folder.finished and not silent:
+        _say(f"note: the {folder.kind} was finished already; this is what it found")
+
+
 def _short(data: str) -> str:
     return Path(data).stem if Path(data).suffix else data
 
@@ -328,7 +374,7 @@ def _folder(out: Path | None, name: str) -> Iterator[Path]:
 def methods(
     name: Annotated[str | None, typer.Argument(help="One method, with its settings.")] = None, as_json: Json = False
 ) -> None:
-    """List the methods, or one method's settings.
+    """List the methods, or say more about one: its settings, its equations.
 
     \b
     Examples:
@@ -348,9 +394,12 @@ def methods(
         _print_table(("method", "needs", "paper", "what it does"), rows)
     else:
         for entry in entries:
-            print(f"{entry.name}: {entry.summary}\n{entry.paper}")
-            for setting, value in entry.settings.items():
-                print(f"  {setting} = {value}")
+            print(f"{entry.name}: {entry.summary}\n")
+            print(f"paper     {entry.paper}\nneeds     {', '.join(entry.needs) or 'nothing but the updates'}")
+            for place, (setting, value) in enumerate(entry.settings.items()):
+                print(f"{'' if place else 'settings':<9} {setting} = {'none' if value is None else value}")
+            rule = type(method(entry.name).rule)
+            print(f"\n{(inspect.getmodule(rule).__doc__ or '').strip()}")
 
 
 @command("datasets")
@@ -382,7 +431,7 @@ def partitions(
     picture: Annotated[Path | None, typer.Option(help="Draw classes by clients into this .png or .svg file.")] = None,
     as_json: Json = False,
 ) -> None:
-    """List the kinds of partition, or draw one and show who holds what.
+    """List the partitions, or draw one and show who holds what.
 
     \b
     Examples:
@@ -403,6 +452,7 @@ def partitions(
             _print_table(("partition", "options", "what each client holds"), rows)
         return
     from evenhand.experiment import Experiment, draw_partition, load_data
+    from evenhand.folders import writing
 
     options = {"data": data, "data_dir": data_dir and str(data_dir), "clients": clients, "partition": spec}
     options |= {"data_options.target": target, "data_options.client_column": client_column}
@@ -410,6 +460,9 @@ def partitions(
     chosen = Experiment().with_settings({name: value for name, value in options.items() if value is not None})
     dataset = load_data(chosen)
     drawn = draw_partition(dataset, chosen, seed)
+    if picture is not None:
+        with writing(picture):
+            _say(f"drawn into {drawn.draw(dataset, picture)}")
     if as_json:
         names = drawn.names or tuple(map(str, range(drawn.clients)))
         sizes = {"train": drawn.train.sizes, "validation": drawn.validation.sizes, "test": drawn.test.sizes}
@@ -417,8 +470,6 @@ def partitions(
         _print_json({**table, "labels": drawn.label_counts(dataset).tolist(), "notes": drawn.notes})
     else:
         print(drawn.table(dataset, limit=limit))
-    if picture is not None:
-        _say(f"drawn into {drawn.draw(dataset, picture)}")
 
 
 @command("models")
@@ -446,7 +497,9 @@ def report(
         Path | None, typer.Option(help="Where to write the page; default: report.html in the folder.")
     ] = None,
 ) -> None:
-    """Write the page of a run or a comparison again, also of one that is not finished.
+    """Write the page of a run or a comparison again.
+
+    Also of one that is not finished: it then shows how far it has got.
 
     \b
     Example:
@@ -488,8 +541,7 @@ def _result(runs: Runs, as_json: bool, quiet: bool, seconds: float | None = None
         for name, scale, unit in (("mean", 100, "%"), ("worst", 100, "%"), ("best", 100, "%"), ("std_pp", 1, " pp")):
             middle, spread = scale * summary["mean"][name], scale * summary["std"][name]
             print(f"  {name.removesuffix('_pp'):<6} {middle:5.1f} ± {spread:.1f}{unit} over the seeds")
-    took = "" if seconds is None else f" ({seconds:.1f} s)"
-    print(f"{runs.folder}{took}; open {Path(str(runs.folder)) / 'report.html'} in a browser")
+    _where(runs.folder, seconds)
 
 
 def _table(found: Comparison, export: Sequence[Path], as_json: bool, quiet: bool, seconds: float | None = None) -> None:
@@ -507,8 +559,13 @@ def _table(found: Comparison, export: Sequence[Path], as_json: bool, quiet: bool
         _print_bold(found)
     else:
         print(found.markdown())
-    took = "" if seconds is None else f" ({seconds:.1f} s)"
-    print(f"{found.folder}{took}; open {Path(str(found.folder)) / 'report.html'} in a browser")
+    _where(found.folder, seconds)
+
+
+def _where(folder: Path | None, seconds: float | None) -> None:
+    """The last lines: where everything is, and how to look at it."""
+    print(f"folder  {folder}" + ("" if seconds is None else f"  ({seconds:.1f} s)"))
+    print(f"report  {Path(str(folder)) / 'report.html'}  (open it in a browser)")
 
 
 def _print_bold(found: Comparison) -> None:
@@ -517,21 +574,23 @@ def _print_bold(found: Comparison) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
     table.add_column("method", no_wrap=True)
     for column in found.columns:
-        table.add_column(column.head, justify="right", no_wrap=True)
-    for label, row in found.cells.items():
-        cells = []
-        for cell in row:
-            number = f"[bold]{cell.number()}[/bold]" if cell.bold else cell.number()
-            cells.append(f"{number}{' ± ' + cell.plus_minus() if cell.plus_minus() else ''}{cell.marks:<2}")
-        table.add_row(escape(label), *cells)
+        table.add_column(column.head.replace(" accuracy", "\naccuracy"), justify="right", no_wrap=True)
+    for label, *row in found.rows(_rich_cell):
+        table.add_row(escape(label), *row)
     console = Console()
-    console.print(table)
+    needed = console.measure(table, options=console.options.update(width=WIDEST)).maximum
+    Console(width=max(console.width, needed)).print(table)  # a number must not be cut off, however narrow the window
     for line in found.words():
         console.print(line, markup=False, highlight=False)
     console.print()
+
+
+def _rich_cell(cell: Cell) -> str:
+    number = f"[bold]{cell.number()}[/bold]" if cell.bold else cell.number()
+    return f"{number}{' ± ' + cell.plus_minus() if cell.plus_minus() else ''}{cell.marks:<2}"
 
 
 def _print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -545,11 +604,20 @@ def _print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(*heads, box=box.SIMPLE_HEAD)
-    table.columns[0].no_wrap = True
+    table, console = Table(*heads, box=box.SIMPLE_HEAD), Console()
+    for column in table.columns[:-1]:
+        column.no_wrap = True
     for row in rows:
         table.add_row(*map(Text, row))
-    Console().print(table)
+    fixed = sum(max(map(len, cells)) + 3 for cells in list(zip(heads, *rows, strict=True))[:-1])
+    if console.width - fixed >= ROOM:
+        console.print(table)
+        return
+    for name, *facts, said in rows:
+        known = "; ".join(f"{head} {fact}" for head, fact in zip(heads[1:-1], facts, strict=True) if fact != "-")
+        print(name)
+        for text in filter(None, (said, known)):
+            print(textwrap.fill(text, console.width - 1, initial_indent="    ", subsequent_indent="    "))
 
 
 @contextmanager

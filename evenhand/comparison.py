@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,8 +18,8 @@ import numpy as np
 
 from evenhand import storage
 from evenhand.checks import EvenhandError
-from evenhand.experiment import Experiment, chosen_experiment, load_data, load_runs, resume, run
-from evenhand.fairness import PairedTest, paired_test
+from evenhand.experiment import Experiment, can_simulate, chosen_experiment, load_data, load_runs, resume, run
+from evenhand.fairness import PairedTest, few, paired_test
 from evenhand.folders import (
     CHECKPOINT_EVERY,
     COMPARISON,
@@ -27,6 +27,7 @@ from evenhand.folders import (
     SUMMARY,
     TABLES,
     ComparisonFolder,
+    Diverged,
     Progress,
     RunFolder,
     file_name,
@@ -41,6 +42,7 @@ from evenhand.toml import read_toml, to_toml
 SEEDS = 5
 CONFIDENCE = 0.95
 FIRST_MARK, BEST_MARK = "*", "†"
+VERDICT = ("mean", "std_pp", "worst")  # the measures that the sentence under the table speaks of
 
 
 @dataclass(frozen=True)
@@ -60,12 +62,12 @@ class Column:
 
 def columns(clients: int) -> list[Column]:
     """The papers' columns; of few clients, 5% is one."""
-    few = "client" if int(clients * 0.05 + 1e-9) <= 1 else "5%"
+    tail = few(clients)
     return [
         Column("mean", "mean accuracy", 100.0, 1, True),
         Column("std_pp", "std (pp)", 1.0, 1, False),
-        Column("worst", f"worst {few}", 100.0, 1, True),
-        Column("best", f"best {few}", 100.0, 1, True),
+        Column("worst", f"worst {tail}", 100.0, 1, True),
+        Column("best", f"best {tail}", 100.0, 1, True),
         Column("angle_degrees", "angle (°)", 1.0, 1, False),
     ]
 
@@ -103,23 +105,43 @@ class Cell:
 class Comparison:
     """The runs of several methods, and the table they give."""
 
-    def __init__(self, experiment: Experiment, runs: Mapping[str, Runs], folder: Path | None = None) -> None:
+    def __init__(
+        self,
+        experiment: Experiment,
+        runs: Mapping[str, Runs],
+        folder: Path | None = None,
+        *,
+        diverged: Mapping[str, int] | None = None,
+        order: Sequence[str] = (),
+    ) -> None:
         self.experiment = experiment
         self.runs = dict(runs)
         """By method, as it was written."""
+        self.diverged = dict(diverged or {})
+        """Methods whose training diverged, under any of the seeds, and in which round; they have no runs here."""
+        self.labels = tuple(order) or (*self.runs, *self.diverged)
+        """All methods, in the order of the table."""
         self.folder = folder
         self.confidence = CONFIDENCE
+        if not self.runs:
+            raise EvenhandError(
+                f"every method diverged ({self._ends()}); a smaller learning rate helps (--lr, now "
+                f"{experiment.work.lr:g})"
+            )
 
     def __repr__(self) -> str:
         place = "" if self.folder is None else f", in {str(self.folder)!r}"
-        return f"<Comparison of {', '.join(self.runs)}{place}>"
+        return f"<Comparison of {', '.join(self.labels)}{place}>"
+
+    def _ends(self) -> str:
+        return ", ".join(f"{label} in round {round:,}" for label, round in self.diverged.items())
 
     def __str__(self) -> str:
         return self.markdown()
 
     @property
     def first(self) -> str:
-        return next(iter(self.runs))
+        return self.labels[0]
 
     @property
     def seeds(self) -> tuple[int, ...]:
@@ -127,7 +149,9 @@ class Comparison:
 
     @property
     def clients(self) -> int:
-        return len(self.runs[self.first][0].names)
+        """How many are measured: those with test data."""
+        measured: int = next(iter(self.runs.values()))[0].measured_clients
+        return measured
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -139,20 +163,21 @@ class Comparison:
 
     @cached_property
     def cells(self) -> dict[str, list[Cell]]:
-        """One row of cells a method."""
+        """One row of cells a method that did not diverge."""
         rows: dict[str, list[Cell]] = {label: [] for label in self.runs}
         for column in self.columns:
             values = {label: runs.measured(column.measure) for label, runs in self.runs.items()}
             means = {label: float(of_seeds.mean()) for label, of_seeds in values.items()}
             best = (max if column.higher else min)(means, key=lambda label: means[label])
             shown = {label: f"{mean * column.scale:.{column.digits}f}" for label, mean in means.items()}
+            first = values.get(self.first)
             for label, of_seeds in values.items():
                 rows[label].append(
                     Cell(
                         of_seeds,
                         column,
                         bold=shown[label] == shown[best],
-                        first=self._test(of_seeds, values[self.first]) if label != self.first else None,
+                        first=self._test(of_seeds, first) if label != self.first and first is not None else None,
                         best=self._test(of_seeds, values[best]) if label != best else None,
                     )
                 )
@@ -163,26 +188,68 @@ class Comparison:
 
     # ---- tables
 
+    def rows(self, write: Callable[[Cell], str]) -> list[list[str]]:
+        """One row of text a method: its name, and its cells as `write` writes them, or in which round it diverged."""
+        found = []
+        for label in self.labels:
+            if label in self.runs:
+                found.append([label, *map(write, self.cells[label])])
+            else:
+                blank = ["-"] * (len(self.columns) - 1)
+                found.append([label, f"diverged in round {self.diverged[label]:,}", *blank])
+        return found
+
     def words(self) -> list[str]:
-        """What stands under the table."""
-        over = f"mean ± standard deviation over {len(self.seeds)} seeds" if len(self.seeds) > 1 else "one seed"
-        lines = [f"{self.clients} clients, each on its own test data; accuracies in percent, {over}; bold is best."]
+        """What stands under the table: what its columns mean, what its marks mean, and what they say."""
+        lines = [
+            f"{self.clients} clients, each measured on its own test data: the mean of their accuracies in percent, the "
+            f"standard deviation between clients in percentage points, the accuracy of the worst-served and of the "
+            f"best-served {few(self.clients)}, and the angle to equal accuracies (0° is perfectly even)."
+        ]
         if len(self.seeds) == 1:
-            lines.append("With one seed no difference can be tested; ask for more (--seeds 5).")
-            return lines
+            lines.append("Bold is best. With one seed no difference can be tested; ask for more (--seeds 5).")
+            return [*lines, *self._said_of_diverged()]
+        told = f"{FIRST_MARK} differs from {self.first}, {BEST_MARK}"
+        if self.first in self.diverged:
+            told = f"{BEST_MARK} differs"
         lines.append(
-            f"{FIRST_MARK} differs from {self.first}, {BEST_MARK} from the best of the column, by more than chance "
-            f"explains (paired t-test over the seeds, {self.confidence:.0%}; each by itself, not corrected for their "
-            "number). Without a mark the seeds do not tell the two apart."
+            f"Mean ± standard deviation over {len(self.seeds)} seeds; bold is best. {told} from the best of "
+            f"the column, by more than chance explains (paired t-test over the seeds, {self.confidence:.0%}; "
+            "each by itself, not corrected for their number). Without a mark the seeds do not tell the two apart."
         )
-        return lines
+        if self.first not in self.diverged:
+            lines.append(self.verdict())
+        return [*lines, *self._said_of_diverged()]
+
+    def verdict(self) -> str:
+        """Which methods the seeds tell apart from the first one, and in what."""
+        said = []
+        for place, column in enumerate(self.columns):
+            if column.measure not in VERDICT:
+                continue
+            apart: dict[str, list[str]] = {"better": [], "worse": []}
+            for label, row in self.cells.items():
+                test = row[place].first
+                if test is not None and test.significant:
+                    apart["better" if (test.difference > 0) == column.higher else "worse"].append(label)
+            words = [f"is {way} with {', '.join(labels)}" for way, labels in apart.items() if labels]
+            said.append(f"{column.title.removesuffix(' (pp)')} {' and '.join(words) or 'differs with none'}")
+        return f"Beyond chance, against {self.first}: {'; '.join(said)}."
+
+    def _said_of_diverged(self) -> list[str]:
+        if not self.diverged:
+            return []
+        return [
+            f"Diverged: {self._ends()}; no client's update was a finite number any more. A smaller learning rate helps "
+            f"(--lr, now {self.experiment.work.lr:g}). The seeds of a method run together, so that one ends them all."
+        ]
 
     def markdown(self) -> str:
         """The table for a README or an issue."""
         lines = ["| method | " + " | ".join(column.head for column in self.columns) + " |"]
         lines.append("|---|" + "---:|" * len(self.columns))
-        for label, row in self.cells.items():
-            lines.append(f"| {_markdown(label)} | " + " | ".join(map(_markdown_cell, row)) + " |")
+        for label, *row in self.rows(_markdown_cell):
+            lines.append(" | ".join([f"| {_markdown(label)}", *row]) + " |")
         return "\n".join([*lines, "", *map(_markdown, self.words())]) + "\n"
 
     def latex(self) -> str:
@@ -192,8 +259,8 @@ class Comparison:
         ]
         lines = [r"\begin{tabular}{l" + "r" * len(heads) + "}", r"\toprule", " & ".join(["method", *heads]) + r" \\"]
         lines.append(r"\midrule")
-        for label, row in self.cells.items():
-            lines.append(" & ".join([_latex(label), *map(_latex_cell, row)]) + r" \\")
+        for label, *row in self.rows(_latex_cell):
+            lines.append(" & ".join([_latex(label), *row]) + r" \\")
         comments = [f"% {line}" for line in self.words()]
         return "\n".join([*comments, *lines, r"\bottomrule", r"\end{tabular}"]) + "\n"
 
@@ -227,14 +294,14 @@ class Comparison:
 
     def _rows(self) -> list[dict[str, Any]]:
         rows = []
-        for label, row in self.cells.items():
+        for label in self.labels:
             entry: dict[str, Any] = {"method": label}
-            for cell in row:
-                name = cell.column.measure
-                entry |= {name: cell.mean, f"{name}_sd": cell.spread}
-                entry |= {f"{name}_p_first": cell.first.p if cell.first else None}
-                entry |= {f"{name}_p_best": cell.best.p if cell.best else None}
-            rows.append(entry)
+            cells: Sequence[Cell | None] = self.cells.get(label) or [None] * len(self.columns)
+            for column, cell in zip(self.columns, cells, strict=True):
+                name, first, best = column.measure, cell and cell.first, cell and cell.best
+                entry |= {name: cell and cell.mean, f"{name}_sd": cell and cell.spread}
+                entry |= {f"{name}_p_first": first and first.p, f"{name}_p_best": best and best.p}
+            rows.append({**entry, "diverged": self.diverged.get(label)})
         return rows
 
     def summary(self) -> dict[str, Any]:
@@ -244,6 +311,7 @@ class Comparison:
             "clients": self.clients,
             "confidence": self.confidence,
             "table": self._rows(),
+            "diverged": self.diverged,
             "methods": {label: runs.summary() for label, runs in self.runs.items()},
         }
 
@@ -315,11 +383,9 @@ def compare(
     ['fedavg', 'qffl:q=1']
     """
     chosen_methods = labelled(methods)
-    for name in settings:
-        if name.partition(".")[0] == "method":
-            raise EvenhandError(
-                f"{name}: a comparison takes each method's settings with its name, as in fedfv:alpha=0.2"
-            )
+    for entry in chosen_methods.values():
+        can_simulate(entry)  # before the first of them has run for an hour
+    refuse_method_settings(settings)
     if experiment is None:
         settings = {"seeds": SEEDS, **settings}
     chosen = chosen_experiment(experiment, settings)
@@ -354,9 +420,21 @@ def load_comparison(out: str | Path) -> Comparison:
     chosen, methods = read_description(folder.path / COMPARISON)
     places = {label: folder.path / name for label, name in _places(methods).items()}
     runs = {label: load_runs(place) for label, place in places.items() if RunFolder(place).finished}
-    if not runs:
+    ends = {label: RunFolder(place).diverged for label, place in places.items()}
+    diverged = {label: round for label, round in ends.items() if round is not None}
+    if not runs and not diverged:
         raise EvenhandError(f"no method of {str(folder.path)!r} is finished yet; {folder.command} goes on")
-    return Comparison(chosen, runs, folder.path)
+    order = [label for label in methods if label in runs or label in diverged]
+    return Comparison(chosen, runs, folder.path, diverged=diverged, order=order)
+
+
+def refuse_method_settings(settings: Mapping[str, Any]) -> None:
+    """Insist that settings of methods come with the methods: for all of them together they make no sense."""
+    for name in settings:
+        if name.partition(".")[0] == "method":
+            raise EvenhandError(
+                f"{name}: a comparison takes each method's settings with its name, as in fedfv:alpha=0.2"
+            )
 
 
 def labelled(methods: Sequence[Any]) -> dict[str, Method]:
@@ -427,14 +505,21 @@ def _play(
     dataset = dataset or load_data(chosen)
     places = _places(methods)
     runs: dict[str, Runs] = {}
+    diverged: dict[str, int] = {}
     for label, entry in methods.items():
         one = replace(chosen, method=entry)
         place = None if folder is None else RunFolder(folder.path / places[label], folder.command)
-        if place is not None and place.started:
-            runs[label] = resume(place, checkpoint_every=every, progress=progress, label=label, dataset=dataset)
-        else:
-            runs[label] = run(one, place, every=every, progress=progress, label=label, dataset=dataset)
-    found = Comparison(chosen, runs, None if folder is None else folder.path)
+        try:
+            if place is not None and place.diverged is not None:
+                diverged[label] = place.diverged
+            elif place is not None and place.started:
+                runs[label] = resume(place, checkpoint_every=every, progress=progress, label=label, dataset=dataset)
+            else:
+                runs[label] = run(one, place, every=every, progress=progress, label=label, dataset=dataset)
+        except Diverged as end:  # the other methods have a right to their turn
+            diverged[label] = end.round
+    where = None if folder is None else folder.path
+    found = Comparison(chosen, runs, where, diverged=diverged, order=tuple(methods))
     if folder is not None:
         with writing(folder.path, f"put that right and go on with: {folder.command}"):
             for name in TABLES:

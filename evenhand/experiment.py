@@ -22,7 +22,7 @@ from evenhand.engine.simulation import Replica, Settings, Simulation
 from evenhand.engine.training import LocalWork, Shape
 from evenhand.folders import CHECKPOINT_EVERY, DESCRIPTION, Progress, Recorder, RunFolder
 from evenhand.methods import DEFAULT, Method, method
-from evenhand.models import build
+from evenhand.models import build, must_fit
 from evenhand.runs import Run, Runs
 from evenhand.toml import read_toml, to_toml
 
@@ -39,6 +39,7 @@ __all__ = [
 ]
 
 CLIENTS = 30  # where the partition does not know itself
+MEASURED = ("losses", "sizes", "accuracies")  # what the simulator can tell a rule about the clients
 AUTO = "auto"
 
 
@@ -101,7 +102,7 @@ class Experiment:
             *([] if self.partition == AUTO else [self.partition]),
             f"{share} of {clients} a round",
             self.model,
-            f"{self.rounds:,} rounds",
+            "1 round" if self.rounds == 1 else f"{self.rounds:,} rounds",
             "1 epoch" if self.work.epochs == 1 else f"{self.work.epochs} epochs",
             batch,
             f"lr {self.work.lr:g}",
@@ -127,6 +128,8 @@ class Experiment:
     def from_dict(cls, values: Mapping[str, Any]) -> Experiment:
         known = [entry.name for entry in fields(cls)]
         for name in values:
+            if name in SHORT:
+                raise EvenhandError(f"{name} belongs to a part of the experiment: write it as {SHORT[name]}")
             if name not in known:
                 raise EvenhandError(f"an experiment has no entry {name!r}{near_miss(name, known)}")
         given = dict(values)
@@ -191,7 +194,10 @@ def _full_name(name: str) -> str:
     if name in SHORT:
         return SHORT[name]
     if name.partition(".")[0] not in known:
-        raise EvenhandError(f"an experiment has no setting {name!r}{near_miss(name, [*known, *SHORT])}")
+        known += SHORT
+        raise EvenhandError(
+            f"an experiment has no setting {name!r}{near_miss(name, known)} (it has {', '.join(known)})"
+        )
     return name
 
 
@@ -239,7 +245,10 @@ def _own_file(data: str) -> bool:
 
 def load_toml(path: str | Path) -> Experiment:
     """An experiment from a file that a run wrote (or a person)."""
-    return Experiment.from_dict(read_toml(path))
+    values = read_toml(path)
+    if "methods" in values:
+        raise EvenhandError(f"{str(path)!r} describes a comparison: evenhand compare --config {path}")
+    return Experiment.from_dict(values)
 
 
 def chosen_experiment(experiment: Experiment | None, settings: Mapping[str, Any]) -> Experiment:
@@ -259,6 +268,8 @@ def prepare(
     experiment: Experiment, methods: Sequence[Method] | None = None, dataset: Dataset | None = None
 ) -> Simulation:
     """Load the data, draw partitions and initial models, and set up one replica for every method and seed."""
+    for chosen in methods or [experiment.method]:
+        can_simulate(chosen)
     dataset = dataset or load_data(experiment)
     device = experiment.torch_device()
     replicas, module = [], None
@@ -266,6 +277,8 @@ def prepare(
     for seed in experiment.seeds:
         before = module
         module = build(experiment.model, dataset.shape, dataset.classes, seed=seed, **experiment.model_options)
+        if before is None:
+            must_fit(experiment.model, module, dataset.inputs[:2], dataset.classes)
         _check_frozen(before, module)
         drawn = draw_partition(dataset, experiment, seed)
         experiment.sampling.count(drawn.clients)  # a cohort that is too large is refused before the first round
@@ -285,6 +298,16 @@ def prepare(
         keep_on=None if experiment.keep_on == AUTO else torch.device(experiment.keep_on),
     )
     return Simulation(dataset, module, replicas, settings, device)
+
+
+def can_simulate(chosen: Method) -> None:
+    """Insist that the simulator measures what a method needs."""
+    missing = [name for name in chosen.rule.inputs if name not in MEASURED]
+    if missing:
+        raise EvenhandError(
+            f"{chosen.name} needs {' and '.join(missing)}, which the simulator does not measure; pass them to "
+            "evenhand.aggregate in a loop of your own, or choose another method"
+        )
 
 
 def frozen(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -403,7 +426,10 @@ def load_runs(out: str | Path) -> Runs:
     runs = [
         Run(replace(chosen, seeds=(seed,)), seed, *folder.read(seed), folder=folder.seed(seed)) for seed in chosen.seeds
     ]
-    return Runs(chosen, runs, folder.path)
+    notes = []
+    if folder.diverged is not None:
+        notes.append(f"the training diverged in round {folder.diverged:,}; a smaller lr helps")
+    return Runs(chosen, runs, folder.path, notes)
 
 
 def _play(chosen: Experiment, recorder: Recorder) -> Runs:

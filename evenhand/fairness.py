@@ -69,6 +69,19 @@ def best(values: Any, percent: float = 5.0, weights: Any = None) -> Measured:
     return _tail(values, weights, percent, sign=-1.0)
 
 
+def few(clients: int, percent: float = 5.0) -> str:
+    """What `worst` and `best` average over, in words: so many percent, or the one client that this comes to.
+
+    >>> few(100), few(30)
+    ('5%', 'client')
+    """
+    return "client" if int(clients * percent / 100.0 + 1e-9) <= 1 else f"{percent:g}%"
+
+
+def _get(share: str) -> str:
+    return f"{share} {'gets' if share == 'client' else 'get'}"
+
+
 def gap(values: Any) -> Measured:
     """Highest minus lowest value."""
     return _highest(values) - _lowest(values)
@@ -352,10 +365,11 @@ class ClientFairness(Summary):
         left_out = f" ({self.missing} more without test data, left out)" if self.missing else ""
         if self.clients == 1:
             return f"1 client{left_out}: {self.mean:.1%} right; fairness between clients needs at least two."
+        worst, best = (few(self.clients, percent) for percent in (self.worst_percent, self.best_percent))
         return (
             f"{self.clients} clients{left_out}: on average {self.mean:.1%} right, typically {self.std_pp:.1f} "
-            f"percentage points off that; the worst-served {self.worst_percent:g}% get {self.worst:.1%}, "
-            f"the best-served {self.best_percent:g}% get {self.best:.1%}."
+            f"percentage points off that; the worst-served {_get(worst)} {self.worst:.1%}, "
+            f"the best-served {_get(best)} {self.best:.1%}."
         )
 
     def __str__(self) -> str:
@@ -416,8 +430,8 @@ def client_fairness(
 
     >>> fairness = client_fairness([0.9, 0.8, 0.7, 0.2], worst=25, best=25)
     >>> print(fairness.sentence())
-    4 clients: on average 65.0% right, typically 26.9 percentage points off that; the worst-served 25% get 20.0%, \
-the best-served 25% get 90.0%.
+    4 clients: on average 65.0% right, typically 26.9 percentage points off that; the worst-served client gets \
+20.0%, the best-served client gets 90.0%.
     """
     number("bootstrap", bootstrap, low=0, whole=True)
     number("confidence", confidence, above=0.0, high=1.0 - 1e-9)

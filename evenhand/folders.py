@@ -5,6 +5,7 @@
     partition.txt             who holds what
     summary.json              every measure at the end; its presence says that the run is finished
     report.html               a page for people
+    diverged.json             only where the training diverged: in which round
     seed-N/rounds.jsonl       one record a round
     seed-N/clients.csv        every client's accuracy and loss at every evaluation
     seed-N/timing.jsonl       seconds a round; apart, so that two equal runs have equal files
@@ -55,6 +56,7 @@ VERSIONS = "versions.json"
 PARTITION = "partition.txt"
 SUMMARY = "summary.json"
 REPORT = "report.html"
+DIVERGED = "diverged.json"
 TABLES = ("table.md", "table.tex", "table.csv")
 ROUNDS = "rounds.jsonl"
 TIMING = "timing.jsonl"
@@ -65,10 +67,22 @@ COLUMNS = ("round", "client", "accuracy", "loss", "test_samples")
 CHECKPOINT_EVERY = 20.0  # seconds
 CHECKPOINT_SHARE = 0.05  # of the time, at most, goes into checkpoints
 SHOWN_CLIENTS = 200  # in partition.txt
+NO_CLIENT = "no usable client in this round"  # how `aggregate` says that every update or loss is NaN or infinite
 
 
 class DiskError(EvenhandError):
     """A file could not be written."""
+
+
+class Diverged(EvenhandError):
+    """In some round no client's update was a finite number any more. The seeds of a run stop together."""
+
+    def __init__(self, label: str, round: int, lr: float, *, why: str = NO_CLIENT, folder: Path | None = None) -> None:
+        kept = "" if folder is None else f"; what was measured before is in {str(folder)!r}"
+        super().__init__(
+            f"{label} diverged in round {round:,}: {why}; a smaller learning rate helps (--lr, now {lr:g}){kept}"
+        )
+        self.round = round
 
 
 class Interrupted(KeyboardInterrupt):
@@ -156,6 +170,11 @@ class Folder:
     def finished(self) -> bool:
         return self.started and (self.path / SUMMARY).is_file()
 
+    @property
+    def state(self) -> str:
+        """What the folder holds, in words."""
+        return f"finished {self.kind}" if self.finished else f"{self.kind} that can go on ({self.command})"
+
     def must_be_started(self) -> None:
         if self.started:
             return
@@ -173,8 +192,7 @@ class Folder:
         if self.path.exists() and not self.path.is_dir():
             raise EvenhandError(f"{path!r} is a file, not a folder")
         if self.started and not force:
-            state = f"finished {self.kind}" if self.finished else f"{self.kind} that can go on ({self.command})"
-            raise EvenhandError(f"{path!r} holds a {state}; choose another folder, or replace it with --force")
+            raise EvenhandError(f"{path!r} holds a {self.state}; choose another folder, or replace it with --force")
         if not self.started and self.path.is_dir() and any(self.path.iterdir()):
             raise EvenhandError(f"{path!r} holds other files; choose a new or an empty folder")
         with writing(self.path):
@@ -218,6 +236,16 @@ class RunFolder(Folder):
 
     description, kind, verb = DESCRIPTION, "run", "run"
 
+    @property
+    def diverged(self) -> int | None:
+        """The round in which the training diverged, if it did."""
+        path = self.path / DIVERGED
+        return int(json.loads(path.read_text())["round"]) if path.is_file() else None
+
+    @property
+    def state(self) -> str:
+        return super().state if self.diverged is None else f"run that diverged in round {self.diverged:,}"
+
     def seed(self, seed: int) -> Path:
         return self.path / f"seed-{seed}"
 
@@ -231,7 +259,7 @@ class RunFolder(Folder):
 
     def clear(self) -> None:
         """Remove the files of a run, and nothing else."""
-        for name in (SUMMARY, DESCRIPTION, VERSIONS, PARTITION, REPORT, NEWEST, CURRENT, PREVIOUS):
+        for name in (SUMMARY, DESCRIPTION, VERSIONS, PARTITION, REPORT, DIVERGED, NEWEST, CURRENT, PREVIOUS):
             (self.path / name).unlink(missing_ok=True)
         for place in self.path.glob("seed-*"):
             for name in (ROUNDS, TIMING, CLIENTS, MODEL, PERSONAL):
@@ -461,14 +489,24 @@ class Recorder:
         except DiskError:
             raise
         except EvenhandError as error:
-            raise EvenhandError(
-                f"{self.label}, round {self.simulation.round + 1}: {error}{self._remedy(error)}"
-            ) from error
+            if NO_CLIENT in str(error):
+                raise self._diverged(str(error)) from error
+            raise EvenhandError(f"{self.label}, round {self.simulation.round + 1}: {error}") from error
         self._collect()
 
-    def _remedy(self, error: EvenhandError) -> str:
-        lr = self.simulation.settings.work.lr
-        return f"; the training has diverged: lower the learning rate (lr={lr:g})" if "NaN" in str(error) else ""
+    def _diverged(self, why: str) -> Diverged:
+        """Keep the rounds that were played to their end, and say what happened."""
+        reached = self.simulation.round
+        for replica in self.simulation.replicas:
+            replica.rounds = [entry for entry in replica.rounds if entry["round"] < reached]
+        self._collect()
+        place = None if self.folder is None else self.folder.path
+        if place is not None:
+            with writing(place):
+                self._flush()
+                write_json(place / DIVERGED, {"round": reached + 1, "why": why})
+        first = why.partition("; ")[0]  # one client's reason is enough
+        return Diverged(self.label, reached + 1, self.simulation.settings.work.lr, why=first, folder=place)
 
     def _after_round(self, simulation: Simulation) -> None:
         self._collect()
@@ -514,6 +552,7 @@ class Recorder:
         folder = self.folder
         with writing(folder.path):
             folder.sweep()
+            (folder.path / DIVERGED).unlink(missing_ok=True)
             self._restore_newest()
             for replica, record in zip(self.simulation.replicas, self.records, strict=True):
                 self._restore_logs(folder.seed(replica.seed), record)

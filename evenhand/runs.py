@@ -68,6 +68,11 @@ class Run:
         return np.asarray(self._last["losses"])
 
     @property
+    def measured_clients(self) -> int:
+        """How many clients are measured: those with test data."""
+        return int((self.test_samples > 0).sum())
+
+    @property
     def fairness(self) -> ClientFairness:
         """How well and how evenly the clients are served at the end."""
         return client_fairness(self.accuracies, losses=self.losses)

@@ -18,6 +18,10 @@ BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 def read_toml(path: str | Path) -> dict[str, Any]:
     """The values of a file; the text "none" stands for None."""
+    if Path(path).is_dir():
+        inside = sorted(map(str, Path(path).glob("*.toml")))
+        hint = f"; did you mean {inside[0]!r}?" if inside else ""
+        raise EvenhandError(f"{str(path)!r} is a folder, not a TOML file{hint}")
     try:
         values: dict[str, Any] = _with_none(tomllib.loads(Path(path).read_text(encoding="utf-8")))
     except FileNotFoundError as error:

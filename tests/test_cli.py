@@ -115,9 +115,11 @@ def test_your_own_table(evenhand):
     ("arguments", "said"),
     [
         (["run", "fedavgg"], "unknown method 'fedavgg'; did you mean 'fedavg'?"),
+        (["run", "fairfed"], "fairfed needs fairness and fairness_global, which the simulator does not measure"),
         (["run", "--data", "digist"], "unknown data set 'digist'; did you mean 'digits'?"),
         (["run", "--set", "method.alpha"], "not of the form NAME=VALUE"),
         (["run", "--set", "wrok.lr=1"], "did you mean 'work"),
+        (["run", "--set", "colour=blue"], "has no setting 'colour'; did you mean 'cohort'? (it has method, data,"),
         (["run", "--seeds", "many"], "--seeds 'many'"),
         (["run", "--rounds", "0"], "rounds=0 must be a whole number, at least 1"),
         (["run", "--cohort", "3", "--participation", "0.5"], "give one of them"),
@@ -132,6 +134,11 @@ def test_your_own_table(evenhand):
         (["compare"], "name the methods to compare"),
         (["compare", "fedavg"], "at least two methods"),
         (["compare", "fedavg", "even", "--export", "table.docx"], "not as 'table.docx'"),
+        (["compare", "fedavg", "even", "--export", "no/table.md"], "there is no folder 'no'"),
+        (["compare", "fedavg", "even", "--set", "method.gamma=2"], "each method's settings with its name"),
+        (["compare", "fedavg", "fairfed"], "fairfed needs fairness"),
+        (["partitions", "pat:2", "--picture", "who.docx"], "a picture is written as .png"),
+        (["partitions", "pat:2", "--picture", "no/who.png"], "cannot write to 'no/who.png'"),
         (["report", "nowhere"], "there is no folder 'nowhere'"),
         (["methods", "fedavgg"], "did you mean 'fedavg'?"),
         (["partitions", "pta:2"], "did you mean 'pat'?"),
@@ -214,6 +221,60 @@ def test_a_comparison_prints_the_table(evenhand):
 
 
 @pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('methods = ["fedavg", "even"]', "'my.toml' describes a comparison: evenhand compare --config my.toml"),
+        ("lr = 0.2", "lr belongs to a part of the experiment: write it as work.lr"),
+        ("colour = 3", "an experiment has no entry 'colour'"),
+    ],
+)
+def test_a_wrong_description_is_explained(evenhand, text, said):
+    Path("my.toml").write_text(text + "\n")
+    code, _, complained = evenhand("run", "--config", "my.toml")
+    assert code == 2
+    assert said in complained
+
+
+def test_a_folder_is_no_description(evenhand):
+    evenhand("run", *SMALL, "--out", "here", "-q")
+    code, _, complained = evenhand("run", "--config", "here")
+    assert (code, complained) == (
+        2,
+        "error: 'here' is a folder, not a TOML file; did you mean 'here/experiment.toml'?\n",
+    )
+
+
+def test_what_was_finished_already_is_shown_again(evenhand):
+    first = evenhand("run", *SMALL, "--out", "here")[1]
+    code, said, complained = evenhand("run", "--resume", "here")
+    assert (code, complained) == (0, "note: the run was finished already; this is what it found\n")
+    assert said.splitlines()[:-2] == first.splitlines()[:-2]
+
+
+def test_a_run_that_diverges_names_the_round_and_the_way_out(evenhand):
+    code, said, complained = evenhand("run", "fedadam:eta=1e30", *SMALL)
+    assert (code, said) == (2, "")
+    assert complained.count("\n") == 1
+    assert complained.startswith("error: fedadam diverged in round 2: ")
+    assert "(--lr, now 0.1); what was measured before is in 'runs/digits-fedadam-1'" in complained
+    assert Path("runs/digits-fedadam-1/seed-0/rounds.jsonl").is_file()
+    code, said, complained = evenhand("compare", "fedavg", "fedadam:eta=1e30", *SMALL, "--seeds", "2")
+    assert (code, complained) == (0, "")
+    assert "| fedadam:eta=1e30 | diverged in round 2 |" in said
+
+
+def test_the_demo_works(evenhand):
+    text = (ROOT / "Makefile").read_text().replace("\\\n", " ")
+    (line,) = re.findall(r"^\t\$\(BIN\)/evenhand (compare .*)", text, flags=re.MULTILINE)
+    assert "--rounds 100" in line
+    code, said, _ = evenhand(*shlex.split(line.replace("--rounds 100", "--rounds 2")), "--seeds", "2")
+    assert code == 0
+    assert "Beyond chance, against fedavg:" in said
+    assert said.splitlines()[-2].startswith("folder  runs/digits-compare-1")
+    assert said.splitlines()[-1] == "report  runs/digits-compare-1/report.html  (open it in a browser)"
+
+
+@pytest.mark.parametrize(
     ("command", "name"), [("methods", "fedfv"), ("datasets", "digits"), ("partitions", "pat"), ("models", "mlp")]
 )
 def test_what_there_is(evenhand, command, name):
@@ -225,6 +286,10 @@ def test_what_there_is(evenhand, command, name):
 
 def test_one_method_and_one_partition(evenhand):
     assert "alpha = " in evenhand("methods", "fedfv")[1]
+    said = evenhand("methods", "qffl")[1]
+    assert "needs     losses, lr" in said
+    assert "lipschitz = none" in said
+    assert "Fair Resource Allocation" in said  # the paper and its equations
     code, said, _ = evenhand("partitions", "pat:2", "--clients", "5", "--limit", "3")
     assert code == 0
     assert "pat:2: 5 clients" in said
@@ -244,6 +309,44 @@ def test_tables_and_bars_on_a_terminal(evenhand, monkeypatch):
     assert "mean" in complained
     assert "worst" in complained
     assert evenhand("methods")[0] == 0
+
+
+def test_a_narrow_terminal_cuts_nothing_off(evenhand, monkeypatch):
+    monkeypatch.setattr(sys.stdout.__class__, "isatty", lambda self: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "60")
+    said = evenhand("datasets")[1]
+    assert "\ndigits\n" in f"\n{said}"
+    assert max(map(len, said.splitlines())) <= 60
+    long = "fedmgda+:epsilon=0.25,reference=uniform"
+    said = evenhand("compare", "fedavg", long, *SMALL, "--seeds", "2")[1]
+    assert long in said
+    assert "…" not in said
+
+
+NETWORK = """
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, shape, classes, width=4):
+        super().__init__()
+        self.body = nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.Tanh(), nn.Linear(width, classes))
+
+    def forward(self, x):
+        return self.body(x)
+"""
+
+
+def test_a_network_in_the_folder_you_are_in(tmp_path):
+    """Also from the installed command, which does not look for modules there by itself."""
+    (tmp_path / "mine.py").write_text(NETWORK)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "command.py").write_text("from evenhand.cli import main\nmain()\n")
+    options = [*SMALL, "--set", "model_options.width=3", "--json"]
+    command = [sys.executable, "bin/command.py", "run", "--model", "mine:Net", *options]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["clients"] == 12
 
 
 def test_it_runs_as_a_module_and_does_not_load_what_it_does_not_need():

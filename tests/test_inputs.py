@@ -56,8 +56,9 @@ def refused(said, *args, **kwargs):
     ("name", "settings", "said"),
     [
         ("fedavgg", {}, "unknown method 'fedavgg'; did you mean 'fedavg'"),
+        ("fedvf", {}, "unknown method 'fedvf'; did you mean 'fedfv'"),  # two letters swapped, not one replaced: fedlf
         ("AdaFed", {}, "unknown method 'AdaFed'; did you mean 'adafed'"),
-        ("nothing like it", {}, r"unknown method 'nothing like it' \(evenhand.methods\(\) lists all"),
+        ("nothing like it", {}, r"unknown method 'nothing like it' \(evenhand methods lists all"),
         ("fedfv", {"alhpa": 0.1}, "fedfv has no setting 'alhpa'; did you mean 'alpha'"),
         ("fedfv:alhpa=0.1", {}, "fedfv has no setting 'alhpa'; did you mean 'alpha'"),
         ("term", {"gamma": 1.0}, r"term has no setting 'gamma' \(its settings: t, eta\)"),
@@ -183,7 +184,7 @@ def test_a_missing_input_is_named(name, missing):
 @every_method
 def test_what_a_method_says_it_needs_is_enough(name):
     needs = next(entry.needs for entry in eh.methods() if entry.name == name)
-    given = {key: value for key, value in everything().items() if key in (*needs, "lr")}
+    given = {key: value for key, value in everything().items() if key in needs}
     out = eh.aggregate(name, updates_of(), **given)
     assert np.isfinite(out.update).all()
 

@@ -14,7 +14,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 
 from evenhand.checks import EvenhandError
-from evenhand.models import LSTM, MODELS, build, models, validate
+from evenhand.models import LSTM, MODELS, build, models, must_fit, validate
 from evenhand.models.networks import RELU_GAIN, NormFreeResidual, StandardisedConv2d
 
 # Every network at a size that trains in a moment.
@@ -338,6 +338,36 @@ def test_your_own_class_by_import_path(monkeypatch):
     torch.testing.assert_close(softened(torch.ones(1, 4)).sum(), torch.tensor(1.0))
     with pytest.raises(EvenhandError, match=r"unexpected keyword argument 'depth'.*Told\(shape, classes, width=5\)"):
         build("ours:Told", (4,), 3, depth=2)
+
+
+def broken():
+    raise ZeroDivisionError("no width")
+
+
+def test_a_failure_in_your_own_code_is_named_with_its_place(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "ours", sys.modules[__name__])
+    with pytest.raises(
+        EvenhandError, match=r"'ours:broken' fails when it is made \(ZeroDivisionError: no width; test_mod"
+    ):
+        build("ours:broken", (4,), 3)
+    (tmp_path / "half_written.py").write_text("\nclass Net(\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(EvenhandError, match=r"'half_written' fails when it is imported \(SyntaxError: "):
+        build("half_written:Net", (4,), 3)
+
+
+def test_a_network_that_does_not_fit_the_data_is_refused():
+    must_fit("ours:Told", Told((4,), 3), torch.ones(2, 4), 3)
+    must_fit("ours:Told", Told((4,), 3), torch.ones(2, 4), 2)  # a score too many does no harm
+    with pytest.raises(EvenhandError, match=r"batch of shape \(2, 5\) \(RuntimeError: .*; test_models\.py, line \d+\)"):
+        must_fit("ours:Told", Told((4,), 3), torch.ones(2, 5), 3)
+    with pytest.raises(EvenhandError, match=r"with shape \(2, 3\); it should be scores of shape \(2, 4\)"):
+        must_fit("ours:Told", Told((4,), 3), torch.ones(2, 4), 4)
+    with pytest.raises(EvenhandError, match=r"with shape \(2, 1, 3\)"):
+        must_fit("ours:Told", Told((4,), 3), torch.ones(2, 1, 4), 3)
+    random, before = nn.Sequential(nn.Dropout(), Told((4,), 3)), torch.random.get_rng_state()
+    must_fit("ours:Told", random, torch.ones(2, 4), 3)
+    assert torch.equal(torch.random.get_rng_state(), before)
 
 
 # ------------------------------------------------------------------------------------------- seeds

@@ -23,7 +23,7 @@ from evenhand.checks import EvenhandError
 from evenhand.comparison import Comparison, compare, load_comparison, resume_comparison
 from evenhand.experiment import Experiment, load_runs, load_toml, resume, simulate
 from evenhand.fairness import MEASURES
-from evenhand.folders import CURRENT, PREVIOUS, Interrupted, RunFolder, file_name, new_folder
+from evenhand.folders import CURRENT, PREVIOUS, Diverged, Interrupted, RunFolder, file_name, new_folder
 from evenhand.methods import method
 from evenhand.toml import read_value, to_toml
 
@@ -373,6 +373,16 @@ def test_clients_without_test_data_are_refused_if_they_are_all():
         simulate(**{**SMALL, "split": [1.0, 0.0, 0.0]})
 
 
+def test_clients_without_test_data_do_not_count_as_measured(tmp_path):
+    rows = [f"{site},{row % 7},{row % 2}" for site, count in (("a", 40), ("b", 40), ("c", 1)) for row in range(count)]
+    (tmp_path / "own.csv").write_text("\n".join(["site,x,y", *rows]) + "\n")
+    settings = {"data": tmp_path / "own.csv", "data_options.client_column": "site", "model": "logistic"}
+    found = compare("fedavg", "even", **settings, participation=1.0, rounds=1, seeds=1)
+    assert len(found.runs["even"][0].names) == 3
+    assert found.clients == 2
+    assert found.words()[0].startswith("2 clients")
+
+
 def test_natural_clients_are_taken_where_the_data_has_them():
     (run,) = simulate(data="synthetic:1,1", model="logistic", rounds=1, **{"data_options.clients": 7})
     assert run.partition.spec == "natural"
@@ -380,12 +390,32 @@ def test_natural_clients_are_taken_where_the_data_has_them():
 
 
 def test_a_run_that_diverges_says_so():
-    with pytest.raises(EvenhandError, match=r"fedavg, round 1: .*NaN.*lower the learning rate \(lr=1e\+30\)"):
+    with pytest.raises(
+        Diverged, match=r"fedavg diverged in round 1: .*NaN.*a smaller learning .*\(--lr, now 1e\+30\)$"
+    ):
         simulate(method="fedavg", **{**SMALL, "lr": 1e30})
     runs = simulate(method="fedavg", **{**SMALL, "lr": 3e18, "rounds": 1, "batch_size": 0})
     assert not np.isfinite(runs[0].losses).any()
     assert any("a smaller lr may help" in note for note in runs.notes)
     assert runs.summary()["mean"]["mean"] <= 1
+
+
+def test_a_run_that_diverges_keeps_what_it_measured(tmp_path):
+    folder, settings = tmp_path / "run", {**SMALL, "method": "fedadam:eta=1e30", "eval_every": 1}
+    with pytest.raises(Diverged, match=f"in round 2: .*what was measured before is in '{folder}'"):
+        simulate(**settings, out=folder)
+    kept = load_runs(folder)
+    assert [len(run.rounds) for run in kept] == [1, 1]
+    assert [entry["round"] for entry in kept[0].evaluations] == [0, 1]
+    assert kept.notes == ("the training diverged in round 2; a smaller lr helps",)
+    assert "diverged in round 2" in kept.report().read_text()
+    with pytest.raises(EvenhandError, match=r"holds a run that diverged in round 2; choose another folder.*--force"):
+        simulate(**settings, out=folder)
+    with pytest.raises(Diverged, match="in round 2"):  # it would again
+        resume(folder)
+    simulate(**{**settings, "method": "fedavg", "rounds": 1}, out=folder, force=True)
+    assert not (folder / "diverged.json").exists()
+    assert load_runs(folder).notes == ()
 
 
 # -------------------------------------------------------------------------------------------------------- comparisons
@@ -436,6 +466,55 @@ def test_an_interrupted_comparison_goes_on(compared, tmp_path):
     assert contents(folder) == contents(compared.folder)
 
 
+def test_a_method_that_diverges_leaves_the_others_their_turn(tmp_path):
+    folder, wild = tmp_path / "comparison", "fedadam:eta=1e30"
+    found = compare("fedavg", wild, "even", **{**SMALL, "rounds": 4}, out=folder)
+    assert found.diverged == {wild: 2}
+    assert list(found.runs) == ["fedavg", "even"]
+    assert f"| {wild} | diverged in round 2 | - | - | - | - |" in found.markdown()
+    assert "fedadam:eta=1e30 & diverged in round 2 & - & - & - & - " in found.latex()
+    assert f"Diverged: {wild} in round 2" in found.words()[-1]
+    assert "diverged in round 2" in (folder / "report.html").read_text()
+    rows = list(csv.DictReader((folder / "table.csv").read_text().splitlines()))
+    assert [(row["method"], row["diverged"], row["mean"] == "") for row in rows] == [
+        ("fedavg", "", False),
+        (wild, "2", True),
+        ("even", "", False),
+    ]
+    assert load_comparison(folder).summary() == found.summary()
+    before = contents(folder)
+    (folder / "summary.json").unlink()  # as if it had been killed at the very end
+    played = []
+    assert resume_comparison(folder, progress=played.append).diverged == {wild: 2}
+    assert contents(folder) == before
+    assert played == []
+
+
+def test_when_the_first_method_diverges_nothing_is_tested_against_it():
+    found = compare("fedadam:eta=1e30", "fedavg", "even", **{**SMALL, "rounds": 4})
+    assert found.first in found.diverged
+    assert all(cell.first is None for row in found.cells.values() for cell in row)
+    assert "differs from fedadam" not in found.markdown()
+    assert "† differs from the best" in found.markdown()
+
+
+def test_when_every_method_diverges_there_is_no_table(tmp_path):
+    wild = ("fedadam:eta=1e30", "fedyogi:eta=1e30")
+    said = (
+        r"every method diverged \(fedadam:eta=1e30 in round 2, fedyogi:eta=1e30 in round 2\); a smaller learning rate"
+    )
+    with pytest.raises(EvenhandError, match=said):
+        compare(*wild, **SMALL, out=tmp_path / "comparison")
+    with pytest.raises(EvenhandError, match=said):
+        resume_comparison(tmp_path / "comparison")
+
+
+def test_what_the_simulator_cannot_measure_is_refused_before_anything_runs(tmp_path):
+    with pytest.raises(EvenhandError, match="fairfed needs fairness and fairness_global, which the simulator does not"):
+        compare("fedavg", "fairfed", **SMALL, out=tmp_path / "comparison")
+    assert not (tmp_path / "comparison").exists()
+
+
 def fixed(values: dict[str, list[float]]) -> Comparison:
     """A comparison whose clients all have the given accuracy, one a seed."""
 
@@ -449,7 +528,7 @@ def fixed(values: dict[str, list[float]]) -> Comparison:
             return self.means if name in ("mean", "worst", "best") else np.zeros(len(self.means))
 
         def __getitem__(self, index):
-            return type("Run", (), {"names": tuple("abcd")})
+            return type("Run", (), {"measured_clients": 4})
 
     count = len(next(iter(values.values())))
     return Comparison(Experiment(seeds=tuple(range(count))), {name: Fixed(means) for name, means in values.items()})
@@ -468,6 +547,10 @@ def test_marks_say_what_the_seeds_can_tell_apart():
     assert float(rows[1]["mean_p_first"]) < 0.05
     assert rows[0]["mean_p_first"] == ""
     assert "differs from a" in found.words()[1]
+    said = "against a: mean accuracy is better with b; std differs with none; worst client is better with b."
+    assert f"Beyond chance, {said}" in found.markdown()
+    worse = fixed({"b": [0.80, 0.83, 0.81, 0.79], "a": [0.70, 0.72, 0.71, 0.69]})
+    assert "mean accuracy is worse with a" in worse.verdict()
 
 
 def test_one_seed_gets_no_marks():
@@ -606,5 +689,8 @@ def test_clients_with_models_of_their_own_keep_them(tmp_path):
 def test_a_report_of_very_little_can_be_written(tmp_path):
     runs = simulate(method="fedavg", clients=2, rounds=1, seeds=1, cohort=1)
     checked(runs.report(tmp_path / "little.html").read_text())
-    checked(runs[0].report(tmp_path / "one.html").read_text())
+    text = runs[0].report(tmp_path / "one.html").read_text()
+    checked(text)
+    assert "<circle" in text  # a line through one point is none
+    assert ">0.2</text>" not in text  # there is no fifth of a round
     assert RunFolder(tmp_path).finished is False

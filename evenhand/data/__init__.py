@@ -253,7 +253,7 @@ def _entry(name: str) -> tuple[Entry, tuple[Any, ...]]:
     if Path(name).suffix in SUFFIXES:
         return ENTRIES["PATH.csv|.parquet|.npz"], (Path(name).expanduser(),)
     raise EvenhandError(
-        f"unknown data set {name!r}{near_miss(name, ENTRIES)} (evenhand.data.datasets() lists all {len(ENTRIES)}; "
+        f"unknown data set {name!r}{near_miss(name, ENTRIES)} (evenhand datasets lists all {len(ENTRIES)}; "
         f"a file of your own ends in {', '.join(SUFFIXES)})"
     )
 

@@ -16,6 +16,7 @@ from evenhand.data.optional import need
 from evenhand.data.tabular import Table, attributes, holdout, read_csv, split_names, table_dataset, typed
 
 MOST_CLASSES = 1000
+MOST_FRACTIONS = 20  # so many different numbers with fractions may still be classes
 INPUT_NAMES = ("x", "inputs", "data", "images", "features")
 IMAGE_NAMES = ("image", "img", "pixel_values")
 
@@ -83,8 +84,10 @@ def own_table(
     wanted = [target, *split_names(client_column), *split_names(sensitive), *split_names(drop)]
     for column in wanted:
         if column not in raw.columns:
+            hint = "; name the column to predict with --target (target=...)" if column == target else ""
             raise EvenhandError(
-                f"{source} has no column {column!r}{near_miss(column, raw.columns)} (it has {', '.join(raw.columns)})"
+                f"{source} has no column {column!r}{near_miss(column, raw.columns)} "
+                f"(it has {', '.join(raw.columns)}){hint}"
             )
     labels = _spoken(raw[target])
     if (labels == "").any():
@@ -96,6 +99,11 @@ def own_table(
         raise EvenhandError(
             f"{source}: column {target!r} holds {len(class_names)} different values; "
             f"a target has 2 to {MOST_CLASSES} classes"
+        )
+    if len(class_names) > MOST_FRACTIONS and any(_is_fraction(word) for word in class_names):
+        raise EvenhandError(
+            f"{source}: column {target!r} holds {len(class_names)} different numbers with fractions, which is a "
+            "quantity rather than a class; write it as a few classes first (low, middle, high)"
         )
     table = typed(raw).with_columns({target: labels})
     hidden = {target, *split_names(client_column), *split_names(drop)}
@@ -132,6 +140,13 @@ def _spoken(values: np.ndarray) -> np.ndarray:
         if (whole == np.round(whole)).all():
             return np.array(["" if np.isnan(value) else str(int(value)) for value in values])
     return values.astype(str)
+
+
+def _is_fraction(word: str) -> bool:
+    try:
+        return not float(word).is_integer()
+    except ValueError:
+        return False
 
 
 def _in_order(words: np.ndarray) -> list[str]:
@@ -197,6 +212,10 @@ def _as_inputs(values: np.ndarray, said: str) -> torch.Tensor:
         return torch.from_numpy(values).to(torch.float32).div_(255.0)
     if values.dtype.kind in "iu":
         return torch.from_numpy(values.astype(np.int64))
+    if values.dtype.kind == "f" and not np.isfinite(values).all():
+        raise EvenhandError(
+            f"{said}: {int((~np.isfinite(values)).sum()):,} inputs are NaN or infinite; fill them in or leave them out"
+        )
     if values.dtype.kind in "fb":
         return torch.from_numpy(values.astype(np.float32))
     raise EvenhandError(f"{said}: inputs of type {values.dtype} cannot be used; give numbers")

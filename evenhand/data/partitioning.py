@@ -31,6 +31,8 @@ from evenhand.data.splitting import (
 from evenhand.streams import stream
 from evenhand.tables import Listing, text_table
 
+PICTURES = (".png", ".svg", ".pdf")
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Partition:
@@ -84,7 +86,9 @@ class Partition:
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def draw(self, dataset: Dataset, path: str | Path) -> Path:
-        """A picture (PNG, or by the suffix) of classes by clients, darker where a client holds more."""
+        """A picture of classes by clients, darker where a client holds more; the suffix says how: .png, .svg, .pdf."""
+        if Path(path).suffix not in PICTURES:
+            raise EvenhandError(f"a picture is written as {', '.join(PICTURES)}, not as {str(path)!r}")
         figure = need("matplotlib.figure", "drawing a partition").Figure(
             figsize=(min(16.0, 4 + self.clients * 0.08), min(12.0, 1.8 + dataset.classes * 0.22)), layout="constrained"
         )
@@ -243,7 +247,9 @@ def _parse(spec: str) -> tuple[str, str, dict[str, Any]]:
     head, *more = kind.split(",")  # `iid,min_size=2` has no colon
     kind, rest = head.strip(), ",".join([*more, rest] if more else [rest])
     if kind not in KINDS:
-        raise EvenhandError(f"unknown partition {kind!r}{near_miss(kind, KINDS)} (partitions() lists all {len(KINDS)})")
+        raise EvenhandError(
+            f"unknown partition {kind!r}{near_miss(kind, KINDS)} (evenhand partitions lists all {len(KINDS)})"
+        )
     known = {*_options(KINDS[kind][2]), "clients", "min_size"}
     argument, options = [], {}
     for piece in rest.split(","):

@@ -156,7 +156,7 @@ def method(
         word, written = parse(name)
         if word not in METHODS:
             raise EvenhandError(
-                f"unknown method {word!r}{near_miss(word, METHODS)} (evenhand.methods() lists all {len(METHODS)})"
+                f"unknown method {word!r}{near_miss(word, METHODS)} (evenhand methods lists all {len(METHODS)})"
             )
         chosen = METHODS[word].with_settings(written)
     if server is not None:
@@ -248,4 +248,6 @@ def methods() -> MethodTable:
 def _info(entry: Method) -> MethodInfo:
     summary = entry.summary or (type(entry.rule).__doc__ or "").strip().split("\n")[0]
     settings = {**_values(entry.objective), **_values(entry.server), **_values(entry.rule)}
-    return MethodInfo(entry.name, summary, entry.paper or entry.rule.paper, entry.rule.inputs, settings)
+    asks = any(part.lr_setting and getattr(part, part.lr_setting) is None for part in (entry.rule, entry.server))
+    needs = (*entry.rule.inputs, *(("lr",) if asks else ()))
+    return MethodInfo(entry.name, summary, entry.paper or entry.rule.paper, needs, settings)

@@ -99,6 +99,7 @@ class Rule:
     paper: ClassVar[str]
     needs: ClassVar[tuple[str, ...]] = ()  # inputs of `aggregate` without which the rule cannot work
     by_client: ClassVar[bool] = False  # carries something from round to round per client
+    lr_setting: ClassVar[str] = ""  # the setting, if any, whose None asks for the clients' learning rate (lr=...)
 
     @property
     def memory(self) -> str:
@@ -122,6 +123,7 @@ class ServerStep:
     """How the combined update is applied. `apply` maps flat tensors to flat tensors (theta moves by minus these)."""
 
     name: ClassVar[str]
+    lr_setting: ClassVar[str] = ""  # as in Rule
 
     def apply(
         self, direction: list[Tensor], memo: Memo, round: Round, weights: Weights, ask: Ask | None

@@ -90,6 +90,7 @@ class FedFaMomentum(ServerStep):
     momentum: str = "paper"  # "paper" (a brake, w~ - eta m) or "forward" (w~ + eta m)
 
     name: ClassVar[str] = "fedfa"
+    lr_setting: ClassVar[str] = "eta"
 
     def __post_init__(self) -> None:
         number("gamma", self.gamma, low=0.0, high=1.0)

@@ -28,6 +28,7 @@ class QFFL(Rule):
     name: ClassVar[str] = "qffl"
     paper: ClassVar[str] = "Li et al., ICLR 2020"
     needs: ClassVar[tuple[str, ...]] = ("losses",)
+    lr_setting: ClassVar[str] = "lipschitz"
 
     def __post_init__(self) -> None:
         number("q", self.q, low=0.0)

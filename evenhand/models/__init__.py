@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from evenhand.checks import EvenhandError, flag, near_miss, number
 from evenhand.models import networks
@@ -26,7 +28,7 @@ from evenhand.models.transformer import cct
 from evenhand.models.validation import Finding, validate
 from evenhand.tables import Listing, text_table
 
-__all__ = ["LSTM", "MODELS", "Finding", "Model", "ModelInfo", "ModelTable", "build", "models", "validate"]
+__all__ = ["LSTM", "MODELS", "Finding", "Model", "ModelInfo", "ModelTable", "build", "models", "must_fit", "validate"]
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,7 @@ def _imported(name: str) -> Callable[..., nn.Module]:
     home, colon, path = name.partition(":") if isinstance(name, str) else ("", "", "")
     if not colon or not home or not path:
         raise EvenhandError(
-            f"unknown model {name!r}{near_miss(name, MODELS)} (evenhand.models.models() lists all {len(MODELS)}; "
+            f"unknown model {name!r}{near_miss(name, MODELS)} (evenhand models lists all {len(MODELS)}; "
             "your own: 'package.module:Class')"
         )
     if home in MODELS:
@@ -142,6 +144,8 @@ def _imported(name: str) -> Callable[..., nn.Module]:
         found: Any = importlib.import_module(home)
     except ImportError as error:
         raise EvenhandError(f"model {name!r}: cannot import {home!r} ({error}); is it on the Python path?") from error
+    except Exception as error:  # whatever the user's module does when it is loaded
+        raise EvenhandError(f"model {name!r}: {home!r} fails when it is imported ({_failure(error)})") from error
     for step in path.split("."):
         if not hasattr(found, step):
             raise EvenhandError(f"model {name!r}: {home} has no {step!r}{near_miss(step, dir(found))}")
@@ -160,12 +164,39 @@ def _imported(name: str) -> Callable[..., nn.Module]:
             signature.bind(**{**given, **options})
         except TypeError as error:
             raise EvenhandError(f"model {name!r}: {error}; its signature is {path}{signature}") from error
-        model = found(**{**given, **options})
+        try:
+            model = found(**{**given, **options})
+        except Exception as error:  # whatever the user's class does when it is made
+            raise EvenhandError(f"model {name!r} fails when it is made ({_failure(error)})") from error
         if not isinstance(model, nn.Module):
             raise EvenhandError(f"model {name!r} made a {type(model).__name__}, not a torch.nn.Module")
         return model
 
     return make
+
+
+def must_fit(name: str, module: nn.Module, inputs: Tensor, classes: int) -> None:
+    """Insist that a network takes such inputs and answers with a row of scores a sample, one a class."""
+    shape = tuple(inputs.shape)
+    try:
+        with _seeded(0), torch.no_grad():
+            scores = module(inputs)
+    except Exception as error:  # whatever the user's code does with the inputs
+        raise EvenhandError(f"model {name!r} fails on a batch of shape {shape} ({_failure(error)})") from error
+    found = tuple(getattr(scores, "shape", ()))
+    if len(found) != 2 or found[0] != shape[0] or found[1] < classes:
+        kind = f"shape {found}" if found else f"type {type(scores).__name__}"
+        raise EvenhandError(
+            f"model {name!r} answers a batch of shape {shape} with {kind}; it should be scores of shape "
+            f"({shape[0]}, {classes}): one row a sample, one column a class"
+        )
+
+
+def _failure(error: Exception) -> str:
+    """What went wrong in the user's code, and where."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = [frame for frame in frames if not Path(frame.filename).is_relative_to(Path(torch.__file__).parent)][-1]
+    return f"{type(error).__name__}: {' '.join(str(error).split())}; {Path(place.filename).name}, line {place.lineno}"
 
 
 @dataclass(frozen=True)

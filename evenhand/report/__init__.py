@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from evenhand import storage
+from evenhand.fairness import few
 from evenhand.report import page
 from evenhand.report.svg import Floats, Line, bar_chart, line_chart
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 WORST_SHOWN = 10
 BARS = 200  # of more clients, evenly chosen ones are drawn
 POINTS = 60  # of a curve that has a value every round
+POINTS_OF_MANY = 20  # where many such curves share a chart
 
 
 def write_run(runs: Runs, path: str | Path) -> Path:
@@ -38,11 +40,11 @@ def write_comparison(comparison: Comparison, path: str | Path) -> Path:
 
 
 def run_page(runs: Runs) -> str:
-    few, over = _few(runs), _over(len(runs))
+    tail, over = few(runs[0].measured_clients), _over(len(runs))
     curves = [
-        _measured(runs, f"best {few}", "best", 100.0, 2),
+        _measured(runs, f"best {tail}", "best", 100.0, 2),
         _measured(runs, "mean", "mean", 100.0, 0),
-        _measured(runs, f"worst {few}", "worst", 100.0, 1),
+        _measured(runs, f"worst {tail}", "worst", 100.0, 1),
     ]
     heights, low, high = _sorted_accuracies(runs)
     whiskers = "; the thin lines span the seeds" if len(runs) > 1 else ""
@@ -85,7 +87,7 @@ def run_page(runs: Runs) -> str:
     body = [
         page.head(f"{runs.experiment.method.name} on {runs.experiment.data_name}", _what(runs)),
         page.paragraph(runs.fairness.sentence(), "lead"),
-        page.tiles(_tiles(runs, few)),
+        page.tiles(_tiles(runs, tail)),
         page.charts(sections),
         _worst_served(runs),
         *[page.paragraph(f"Note: {note}", "soft") for note in runs.notes],
@@ -96,7 +98,7 @@ def run_page(runs: Runs) -> str:
 
 def _what(runs: Runs) -> str:
     seeds = ", ".join(str(run.seed) for run in runs)
-    reached = runs[0].evaluations[-1]["round"] if runs[0].evaluations else 0
+    reached = len(runs[0].rounds)
     unfinished = f"; stopped after {reached:,} rounds" if reached < runs.experiment.rounds else ""
     seeds = f"seed{'s' if len(runs) > 1 else ''} {seeds}"
     return f"{runs.experiment.method}; {runs.experiment.setting()}; {seeds}{unfinished}"
@@ -106,16 +108,11 @@ def _over(seeds: int) -> str:
     return f"; mean over {seeds} seeds, the bands span them" if seeds > 1 else ""
 
 
-def _few(runs: Runs) -> str:
-    """5% of few clients is one."""
-    return "client" if int(len(runs[0].names) * 0.05 + 1e-9) <= 1 else "5%"
-
-
-def _tiles(runs: Runs, few: str) -> list[tuple[str, str, str]]:
+def _tiles(runs: Runs, tail: str) -> list[tuple[str, str, str]]:
     shown = [
         ("mean", 100.0, "%", "mean accuracy"),
-        ("worst", 100.0, "%", f"worst-served {few}"),
-        ("best", 100.0, "%", f"best-served {few}"),
+        ("worst", 100.0, "%", f"worst-served {tail}"),
+        ("best", 100.0, "%", f"best-served {tail}"),
         ("std_pp", 1.0, " pp", "standard deviation"),
         ("angle_degrees", 1.0, "°", "angle to equal accuracies"),
     ]
@@ -160,9 +157,9 @@ def _times_asked(run: Run) -> np.ndarray[Any, np.dtype[np.int64]]:
 
 def comparison_page(comparison: Comparison) -> str:
     heads = ["method", *(column.head for column in comparison.columns)]
-    rows = [[escape(label), *map(_cell, row)] for label, row in comparison.cells.items()]
+    rows = [[escape(label), *row] for label, *row in comparison.rows(_cell)]
     every = list(comparison.runs.items())
-    few = _few(every[0][1])
+    tail = few(comparison.clients)
 
     def overlaid(measure: str, scale: float) -> list[Line]:
         return [_measured(runs, label, measure, scale, place, bands=False) for place, (label, runs) in enumerate(every)]
@@ -174,7 +171,7 @@ def comparison_page(comparison: Comparison) -> str:
             line_chart(overlaid("mean", 100.0), x_title="rounds", y_title="accuracy %", floor=0.0, ceiling=100.0),
         ),
         page.chart(
-            f"How the worst-served {few} fares" if few == "client" else f"How the worst-served {few} fare",
+            f"How the worst-served {tail} {'fares' if tail == 'client' else 'fare'}",
             "Accuracy on their own test data.",
             line_chart(overlaid("worst", 100.0), x_title="rounds", y_title="accuracy %", floor=0.0, ceiling=100.0),
         ),
@@ -198,7 +195,10 @@ def comparison_page(comparison: Comparison) -> str:
             "Conflicts",
             "Of the clients that answered: whose update the step goes against.",
             line_chart(
-                [_per_round(runs, label, "conflicts", place, bands=False) for place, (label, runs) in enumerate(every)],
+                [
+                    _per_round(runs, label, "conflicts", place, POINTS_OF_MANY)
+                    for place, (label, runs) in enumerate(every)
+                ],
                 x_title="rounds",
                 y_title="% of the cohort",
                 floor=0.0,
@@ -208,7 +208,7 @@ def comparison_page(comparison: Comparison) -> str:
     ]
     seeds = ", ".join(map(str, comparison.seeds))
     body = [
-        page.head("Comparison of " + ", ".join(comparison.runs), f"{comparison.experiment.setting()}; seeds {seeds}"),
+        page.head("Comparison of " + ", ".join(comparison.labels), f"{comparison.experiment.setting()}; seeds {seeds}"),
         page.html_table("The table", comparison.words()[0], heads, rows),
         *[page.paragraph(line, "soft") for line in comparison.words()[1:]],
         page.legend(list(comparison.runs)),
@@ -216,7 +216,7 @@ def comparison_page(comparison: Comparison) -> str:
         *[page.paragraph(f"Note: {note}", "soft") for note in comparison.notes],
         page.details("What was run", "\n".join(f"{label}: {runs.experiment.method}" for label, runs in every)),
     ]
-    return page.page("Comparison of " + ", ".join(comparison.runs), body)
+    return page.page("Comparison of " + ", ".join(comparison.labels), body)
 
 
 def _cell(cell: Cell) -> str:
@@ -235,9 +235,9 @@ def _measured(runs: Runs, name: str, measure: str, scale: float, colour: int, ba
     return _line(name, rounds, np.array(seeds), colour, bands)
 
 
-def _per_round(runs: Runs, name: str, entry: str, colour: int, bands: bool = True) -> Line:
-    """A share of the cohort in percent, averaged over stretches of rounds."""
-    stretch = max(1, -(-len(runs[0].rounds) // POINTS))
+def _per_round(runs: Runs, name: str, entry: str, colour: int, points: int = POINTS) -> Line:
+    """A share of the cohort in percent, averaged over stretches of rounds; with a band where a chart has few lines."""
+    stretch = max(1, -(-len(runs[0].rounds) // points))
     seeds = []
     for run in runs:
         shares = np.array([_share(record, entry) for record in run.rounds])
@@ -247,7 +247,7 @@ def _per_round(runs: Runs, name: str, entry: str, colour: int, bands: bool = Tru
         seeds.append(np.divide(100.0 * total, known.sum(1), out=np.full(len(shares), np.nan), where=known.any(1)))
     shortest = min(map(len, seeds))
     rounds = (np.arange(shortest, dtype=np.float64) + 0.5) * stretch
-    return _line(name, rounds, np.array([seed[:shortest] for seed in seeds]), colour, bands)
+    return _line(name, rounds, np.array([seed[:shortest] for seed in seeds]), colour, points == POINTS)
 
 
 def _share(record: dict[str, Any], entry: str) -> float:
@@ -266,8 +266,9 @@ def _line(name: str, x: Floats, seeds: Floats, colour: int, bands: bool) -> Line
 
 def _ranked(runs: Runs, name: str, colour: int) -> Line:
     heights, _, _ = _sorted_accuracies(runs)
-    ranks = 100.0 * (np.arange(len(heights)) + 0.5) / max(len(heights), 1)
-    return Line(name, ranks, heights, colour=colour)
+    if len(heights) == 1:
+        heights = np.repeat(heights, 2)  # one client is a level line
+    return Line(name, np.linspace(0.0, 100.0, len(heights)), heights, colour=colour)
 
 
 def _sorted_accuracies(runs: Runs) -> tuple[Floats, Floats | None, Floats | None]:

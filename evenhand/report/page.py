@@ -10,10 +10,10 @@ from evenhand.report.svg import COLOURS, colour
 STYLE = """
 :root { color-scheme: light dark; --paper: #fff; --ink: #1c2126; --soft: #5a646e; --grid: #e4e7eb; --tile: #f5f6f8;
   --c0: #1f6fb0; --c1: #cf5f0a; --c2: #2a862a; --c3: #c8242b; --c4: #7f52b8; --c5: #7d4a3f;
-  --c6: #c44f9f; --c7: #5f6874 }
+  --c6: #0c8a91; --c7: #5f6874 }
 @media (prefers-color-scheme: dark) { :root { --paper: #14181c; --ink: #e7eaed; --soft: #a0a9b2; --grid: #2c333a;
   --tile: #1d2329; --c0: #6db3e8; --c1: #ffa557; --c2: #62c462; --c3: #ff7f7f; --c4: #bd9ae6; --c5: #cfa898;
-  --c6: #f29ad0; --c7: #b0b8c1 } }
+  --c6: #4fd0d6; --c7: #b0b8c1 } }
 * { box-sizing: border-box }
 body { margin: 0 auto; max-width: 1180px; padding: 28px 24px 60px; background: var(--paper); color: var(--ink);
   font: 15px/1.5 system-ui, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif }
@@ -35,6 +35,7 @@ svg { display: block; width: 100%; height: auto; margin-top: 6px }
 th, td { padding: 5px 16px 5px 0; text-align: right; border-bottom: 1px solid var(--grid); white-space: nowrap }
 sup { display: inline-block; width: 1.2em; text-align: left; line-height: 0 }
 th { color: var(--soft); font-weight: 500 } th:first-child, td:first-child { text-align: left }
+@media (max-width: 600px) { .tick { font-size: 15px } .name { font-size: 14px } .tile b { font-size: 20px } }
 details { margin-top: 34px } summary { cursor: pointer; font-weight: 600 }
 pre { background: var(--tile); border-radius: 8px; padding: 14px; overflow-x: auto; font-size: 13px; line-height: 1.45 }
 """

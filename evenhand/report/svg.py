@@ -13,7 +13,7 @@ import numpy as np
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 WIDTH, HEIGHT = 560, 300
-LEFT, RIGHT, TOP, BOTTOM = 48, 14, 12, 40
+LEFT, RIGHT, TOP, BOTTOM = 58, 14, 12, 40
 COLOURS = 8  # the page defines --c0 to --c7; further lines are dashed
 LETTER = 6.4  # width of a letter of a line's name
 
@@ -42,8 +42,8 @@ class Axis:
     def at(self, value: float) -> float:
         return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
 
-    def ticks(self, wanted: int = 5) -> list[float]:
-        step = nice_step((self.high - self.low) / wanted)
+    def ticks(self, wanted: int = 5, least: float = 0.0) -> list[float]:
+        step = max(nice_step((self.high - self.low) / wanted), least)
         first = math.ceil(self.low / step - 1e-9)
         return [index * step for index in range(first, math.floor(self.high / step + 1e-9) + 1)]
 
@@ -69,6 +69,9 @@ def line_chart(
     for line in lines:
         dashed = ' stroke-dasharray="6 4"' if line.colour >= COLOURS else ""
         path = path_of(line.x, line.y, x, y)
+        if np.isfinite(line.y).sum() == 1:
+            parts.append(dot(line, x, y))
+            continue
         parts.append(
             f'<path class="line" style="stroke:{colour(line.colour)}"{dashed} d="{path}"><title>{escape(line.name)}'
             "</title></path>"
@@ -76,6 +79,13 @@ def line_chart(
     if named:
         parts += end_names(lines, x, y)
     return picture(parts, f"{y_title} over {x_title}")
+
+
+def dot(line: Line, x: Axis, y: Axis) -> str:
+    """What a line with a single value is drawn as."""
+    (place,) = np.flatnonzero(np.isfinite(line.y))
+    at = f'cx="{x.at(float(line.x[place])):.1f}" cy="{y.at(float(line.y[place])):.1f}"'
+    return f'<circle style="fill:{colour(line.colour)}" {at} r="3.5"><title>{escape(line.name)}</title></circle>'
 
 
 def end_names(lines: Sequence[Line], x: Axis, y: Axis) -> Iterable[str]:
@@ -136,7 +146,7 @@ def grid(x: Axis, y: Axis, x_title: str, y_title: str, x_ticks: bool = True) -> 
         at = y.at(value)
         yield f'<line class="grid" x1="{x.start:.1f}" x2="{x.end:.1f}" y1="{at:.1f}" y2="{at:.1f}"/>'
         yield f'<text class="tick" text-anchor="end" x="{x.start - 6:.1f}" y="{at + 4:.1f}">{value:,g}</text>'
-    for value in x.ticks(6) if x_ticks else []:
+    for value in x.ticks(6, least=1.0) if x_ticks else []:  # rounds and percent are whole
         at = x.at(value)
         yield f'<text class="tick" text-anchor="middle" x="{at:.1f}" y="{y.start + 16:.1f}">{value:,g}</text>'
     yield f'<line class="axis" x1="{x.start:.1f}" x2="{x.end:.1f}" y1="{y.start:.1f}" y2="{y.start:.1f}"/>'

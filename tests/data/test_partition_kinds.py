@@ -319,7 +319,7 @@ def test_min_size_is_enforced_or_refused():
 @pytest.mark.parametrize(
     ("spec", "options", "message"),
     [
-        ("pta:2", {}, r"unknown partition 'pta'; did you mean 'pat'\? \(partitions\(\) lists all 8\)"),
+        ("pta:2", {}, r"unknown partition 'pta'; did you mean 'pat'\? \(evenhand partitions lists all 8\)"),
         ("pat", {}, "pat: needs a whole number of classes per client, such as pat:2"),
         ("pat:9", {}, "pat:9 asks for 9 classes per client, but small has 5"),
         ("dir:-1", {}, "dir:-1 needs the concentration ALPHA, a number above 0"),
@@ -382,6 +382,8 @@ def test_a_partition_draws_as_a_picture(tmp_path):
     data = people()
     path = partition(data, "natural:site").draw(data, tmp_path / "picture.png")
     assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    with pytest.raises(eh.EvenhandError, match=r"a picture is written as \.png, \.svg, \.pdf, not as 'picture'"):
+        partition(data, "natural:site").draw(data, "picture")
 
 
 def test_every_kind_is_listed_with_its_options():

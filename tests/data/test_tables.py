@@ -227,12 +227,15 @@ def test_an_npz_of_ones_own(tmp_path):
     assert load(tmp_path / "bytes.npz").inputs.max() == 1.0
     with pytest.raises(eh.EvenhandError, match=r"my.npz has no array 'label' \(it has x, y, site, other\)"):
         load(tmp_path / "my.npz", target="label")
+    np.savez(tmp_path / "holes.npz", x=np.array([[0.0, np.nan], [np.inf, 1.0]]), y=np.arange(2))
+    with pytest.raises(eh.EvenhandError, match=r"holes.npz: 2 inputs are NaN or infinite"):
+        load(tmp_path / "holes.npz")
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"target": "z"}, r"my.csv has no column 'z' \(it has age, sex"),
+        ({"target": "z"}, r"my.csv has no column 'z' \(it has age, sex.*name the column to predict with --target"),
         ({"client_column": "sites"}, "has no column 'sites'; did you mean 'site'"),
         ({"max_levels": 2}, "text column 'site' holds 3 different values.*drop='site', or raise max_levels=2"),
         ({"drop": "age,sex,dose,site"}, "no feature columns are left"),
@@ -251,6 +254,11 @@ def test_targets_must_be_classes(tmp_path):
     many = write_csv(tmp_path / "many.csv", ["x", "y"], [[i, i * 0.37] for i in range(1500)])
     with pytest.raises(eh.EvenhandError, match="'y' holds 1500 different values; a target has 2 to 1000 classes"):
         load(many)
+    quantity = write_csv(tmp_path / "quantity.csv", ["x", "y"], [[i, i % 21 / 4] for i in range(60)])
+    with pytest.raises(eh.EvenhandError, match="'y' holds 21 different numbers with fractions, which is a quantity"):
+        load(quantity)
+    halves = write_csv(tmp_path / "halves.csv", ["x", "y"], [[i, i % 20 / 4] for i in range(60)])
+    assert load(halves).classes == 20
     gaps = write_csv(tmp_path / "gaps.csv", ["x", "y"], [[1, "a"], [2, ""], [3, "b"]])
     with pytest.raises(eh.EvenhandError, match="'y' lacks 1 values"):
         load(gaps)
