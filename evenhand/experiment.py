@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from evenhand.checks import EvenhandError, choice, flag, near_miss, number
+from evenhand.checks import EvenhandError, choice, near_miss, number
 from evenhand.data import SUFFIXES, Dataset, Partition, load, partition
 from evenhand.engine.sampling import Sampling
-from evenhand.engine.simulation import Replica, Settings, Simulation
+from evenhand.engine.simulation import MEASURES, Replica, Settings, Simulation
 from evenhand.engine.training import LocalWork, Shape
 from evenhand.folders import CHECKPOINT_EVERY, DESCRIPTION, Progress, Recorder, RunFolder
 from evenhand.methods import DEFAULT, Method, method
@@ -64,7 +64,7 @@ class Experiment:
     seeds: tuple[int, ...] = (0,)
     device: str = AUTO
     program: str = AUTO
-    descent: bool = True  # measure after each round whose loss fell
+    measure: str = "all"  # of each round's participants: "all" (losses before and after), "losses", or "needed"
     chunk: int | None = None  # clients trained at once, where all of a round's are too many for the memory
     keep_on: str = AUTO  # where absent clients' updates are kept: "auto" is where they were computed
 
@@ -80,7 +80,7 @@ class Experiment:
         for name in ("data", "partition", "model", "device", "program"):
             if not isinstance(getattr(self, name), str):
                 raise EvenhandError(f"{name}={getattr(self, name)!r} must be a name")
-        flag("descent", self.descent)
+        choice("measure", self.measure, tuple(MEASURES))
         if self.chunk is not None:
             number("chunk", self.chunk, low=1, whole=True)
         choice("keep_on", self.keep_on, (AUTO, "cpu"))
@@ -292,7 +292,7 @@ def prepare(
         work=experiment.work,
         sampling=experiment.sampling,
         eval_every=experiment.eval_every,
-        descent=experiment.descent,
+        measure=experiment.measure,
         program=experiment.program,
         chunk=experiment.chunk,
         keep_on=None if experiment.keep_on == AUTO else torch.device(experiment.keep_on),

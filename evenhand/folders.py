@@ -193,7 +193,7 @@ class Folder:
             raise EvenhandError(f"{path!r} is a file, not a folder")
         if self.started and not force:
             raise EvenhandError(f"{path!r} holds a {self.state}; choose another folder, or replace it with --force")
-        if not self.started and self.path.is_dir() and any(self.path.iterdir()):
+        if not self.started and self.path.is_dir() and any(map(self._foreign, self.path.iterdir())):
             raise EvenhandError(f"{path!r} holds other files; choose a new or an empty folder")
         with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
@@ -204,6 +204,10 @@ class Folder:
             if not self.started:
                 with contextlib.suppress(OSError):
                     self.path.rmdir()  # only if it is empty
+
+    def _foreign(self, entry: Path) -> bool:
+        """Whether a file is anything but a description that was cut short while it was written."""
+        return not (entry.name.startswith(self.description) and entry.suffix == ".part")
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -250,16 +254,22 @@ class RunFolder(Folder):
         return self.path / f"seed-{seed}"
 
     def begin(self, description: str, simulation: Simulation) -> None:
-        """Clear what an earlier run left, and write down what is to be run."""
+        """Clear what an earlier run left, and write down what is to be run; from there on the run counts as begun."""
         with writing(self.path):
             self.clear()
-            storage.write_bytes(self.path / PARTITION, partition_text(simulation).encode())
-            write_json(self.path / VERSIONS, {**versions(simulation.device), "started": now(), "resumed": []})
             self.describe(description)
+            self.note(simulation)
+
+    def note(self, simulation: Simulation) -> None:
+        """Write down who holds what, and with which versions, where that is not there yet."""
+        if not (self.path / PARTITION).is_file():
+            storage.write_bytes(self.path / PARTITION, partition_text(simulation).encode())
+        if not (self.path / VERSIONS).is_file():
+            write_json(self.path / VERSIONS, {**versions(simulation.device), "started": now(), "resumed": []})
 
     def clear(self) -> None:
-        """Remove the files of a run, and nothing else."""
-        for name in (SUMMARY, DESCRIPTION, VERSIONS, PARTITION, REPORT, DIVERGED, NEWEST, CURRENT, PREVIOUS):
+        """Remove the files of a run, and nothing else; the description last, so that it can be done again."""
+        for name in (SUMMARY, VERSIONS, PARTITION, REPORT, DIVERGED, NEWEST, CURRENT, PREVIOUS):
             (self.path / name).unlink(missing_ok=True)
         for place in self.path.glob("seed-*"):
             for name in (ROUNDS, TIMING, CLIENTS, MODEL, PERSONAL):
@@ -268,6 +278,7 @@ class RunFolder(Folder):
             with contextlib.suppress(OSError):
                 place.rmdir()
         sweep(self.path)
+        (self.path / DESCRIPTION).unlink(missing_ok=True)
 
     def sweep(self) -> None:
         for place in (self.path, *self.path.glob("seed-*")):
@@ -287,14 +298,15 @@ class ComparisonFolder(Folder):
     description, kind, verb = COMPARISON, "comparison", "compare"
 
     def clear(self) -> None:
-        """Remove the files of a comparison, and nothing else."""
-        for name in (SUMMARY, COMPARISON, REPORT, *TABLES):
+        """Remove the files of a comparison, and nothing else; the description last, so that it can be done again."""
+        for name in (SUMMARY, REPORT, *TABLES):
             (self.path / name).unlink(missing_ok=True)
         for place in [entry.parent for entry in self.path.glob(f"*/{DESCRIPTION}")]:
             RunFolder(place).clear()
             with contextlib.suppress(OSError):
                 place.rmdir()
         sweep(self.path)
+        (self.path / COMPARISON).unlink(missing_ok=True)
 
 
 def sweep(place: Path) -> None:
@@ -553,6 +565,7 @@ class Recorder:
         with writing(folder.path):
             folder.sweep()
             (folder.path / DIVERGED).unlink(missing_ok=True)
+            folder.note(self.simulation)
             self._restore_newest()
             for replica, record in zip(self.simulation.replicas, self.records, strict=True):
                 self._restore_logs(folder.seed(replica.seed), record)

@@ -417,3 +417,24 @@ def test_a_model_that_is_all_frozen_is_refused():
     module = nn.Linear(3, 2).requires_grad_(False)
     with pytest.raises(EvenhandError, match="no parameter to train"):
         Shape.of(module)
+
+
+# --------------------------------------------------------------------------------------------- what is measured
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedfv", "fedfa"])
+def test_measuring_less_changes_no_model(name):
+    everything, losses, needed = (
+        simulate(method=name, **SMALL, measure=kind)[0] for kind in ("all", "losses", "needed")
+    )
+    for run in (losses, needed):
+        assert torch.equal(finals([run])[0], finals([everything])[0])
+        assert not any("fell" in entry for entry in run.rounds)
+        assert all(entry["answered"] == len(entry["asked"]) for entry in run.rounds)
+    assert losses.rounds[-1]["losses"] == everything.rounds[-1]["losses"]
+    assert bool(needed.rounds[-1]["losses"]) == (name != "fedavg")  # the others cannot do without
+
+
+def test_an_unknown_measure_is_refused():
+    with pytest.raises(EvenhandError, match="measure='most'"):
+        simulate(**SMALL, measure="most")

@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
@@ -140,6 +141,10 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path):
         simulate(**SMALL, out=tmp_path, force=True)
     with pytest.raises(EvenhandError, match="is a file"):
         simulate(**SMALL, out=tmp_path / "thesis.tex")
+    (tmp_path / "download").mkdir()
+    (tmp_path / "download" / "film.part").write_text("half of it")
+    with pytest.raises(EvenhandError, match="holds other files"):
+        simulate(**SMALL, out=tmp_path / "download", force=True)
     with pytest.raises(EvenhandError, match=r"no experiment\.toml"):
         resume(tmp_path)
     with pytest.raises(EvenhandError, match="there is no folder"):
@@ -208,6 +213,65 @@ def test_a_run_killed_at_any_moment_goes_on_to_the_same_files(name, tmp_path):
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) >= 3
     assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+
+
+class Killed(BaseException):
+    """Stands for a sudden end: nothing may tidy up after it."""
+
+
+@contextmanager
+def killed_at(count: int, target, name: str):
+    """The program ends at the so-many-th call of a function that touches the disk."""
+    real, calls = getattr(target, name), []
+
+    def touch(path, *args, **kwargs):
+        calls.append(path)
+        if len(calls) == count:
+            if name == "write_bytes":
+                Path(f"{path}abc.part").write_bytes(b"half")
+            raise Killed
+        return real(path, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(target, name, touch)
+        with pytest.raises(Killed):
+            yield
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_a_run_killed_while_it_begins_can_be_begun_again(count, whole, tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    with killed_at(count, storage, "write_bytes"):
+        simulate(method="fedlf", **SMALL, out=folder.path)
+    if folder.started:
+        resume(folder.path)
+    else:
+        simulate(method="fedlf", **SMALL, out=folder.path)
+    assert contents(folder.path) == contents(whole)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 9, 12])
+def test_a_run_killed_while_it_replaces_another_can_be_begun_again(count, whole, tmp_path):
+    folder = tmp_path / "run"
+    simulate(method="fedavg", **{**SMALL, "rounds": 1}, out=folder)
+    with killed_at(count, Path, "unlink"):
+        simulate(method="fedlf", **SMALL, out=folder, force=True)
+    simulate(method="fedlf", **SMALL, out=folder, force=True)
+    assert contents(folder) == contents(whole)
+
+
+@pytest.mark.parametrize(("name", "count"), [("write_bytes", 1), ("write_bytes", 2), ("write_bytes", 3), ("unlink", 6)])
+def test_a_comparison_killed_while_it_begins_can_be_begun_again(name, count, tmp_path):
+    folder, settings = tmp_path / "comparison", {**SMALL, "rounds": 2}
+    compare("fedavg", "fedgini", **settings, out=folder)
+    before = contents(folder)
+    with killed_at(count, storage if name == "write_bytes" else Path, name):
+        compare("fedavg", "fedgini", **settings, out=folder, force=True)
+    if name == "write_bytes" and count > 1:
+        resume_comparison(folder)
+    else:
+        compare("fedavg", "fedgini", **settings, out=folder, force=True)
+    assert contents(folder) == before
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

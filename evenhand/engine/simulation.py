@@ -20,7 +20,7 @@ from evenhand.engine.batches import Batches, Indices, Samples, gather, join, pla
 from evenhand.engine.graphs import Replayed
 from evenhand.engine.programs import choose_program
 from evenhand.engine.sampling import Sampling
-from evenhand.engine.training import Local, LocalWork, Shape, evaluate
+from evenhand.engine.training import Local, LocalWork, Shape, evaluate, samples_at_once
 from evenhand.geometry import Layout, Updates, launch, read_updates, settle, to_numpy
 from evenhand.methods import Method
 from evenhand.objectives import Personal
@@ -58,7 +58,7 @@ class Settings:
     work: LocalWork
     sampling: Sampling
     eval_every: int = 10
-    descent: bool = True  # measure after each round whose loss fell
+    measure: str = "all"  # what is measured in each round on the participants' own data (MEASURES)
     program: str = "auto"
     chunk: int | None = None  # rows trained at once; None is all
     keep_on: torch.device | None = None  # where absent clients' updates are kept, if not on the device
@@ -69,6 +69,7 @@ class Ready:
     """A round before it begins: who is asked, who will fail, and which samples each row sees at each step."""
 
     round: int
+    replicas: list[Replica]
     asked: list[Indices]  # per replica
     lost: list[np.ndarray[Any, np.dtype[np.bool_]]]
     edges: Indices  # where each replica's rows begin, and the last ones end
@@ -92,6 +93,13 @@ class Turn:
     kept: Indices
 
 
+MEASURES = {
+    "all": "every participant's loss before and after the round, and so whose loss fell",
+    "losses": "every participant's loss before the round",
+    "needed": "nothing but what the method needs",
+}
+
+
 class Simulation:
     """Runs rounds; stops, saves and continues at any round without changing a number."""
 
@@ -104,12 +112,14 @@ class Simulation:
         program = choose_program(module, settings.program, device)
         self.local = Local(program, self.shape, self.inputs, self.targets, settings.work)
         self.replayed = Replayed() if Replayed.possible(device, program) else None
-        self._ahead: Ready | None = None  # the next round, prepared while the device works
+        self._ahead: list[Ready] = []  # the next round, prepared while the device works
         self._rows: Tensor | None = None
         self._layout: Layout | None = None
         self._held_owners: tuple[tuple[int, ...], Tensor] | None = None
         self._held_columns: tuple[Tensor, tuple[Any, ...], dict[str, Tensor]] | None = None
         self.replicas = list(replicas)
+        # A GPU has room for all replicas at once; a CPU has its hands full with one, whose rows then stay in its cache.
+        self.groups = [[replica] for replica in self.replicas] if device.type == "cpu" else [self.replicas]
         self.round = 0
         for replica in self.replicas:
             if len(replica.partition.train) == 0:
@@ -136,35 +146,42 @@ class Simulation:
     # ------------------------------------------------------------------------------------------------ one round
 
     def _play(self) -> None:
+        for group in self.groups:
+            self._play_together(group)
+
+    def _play_together(self, replicas: list[Replica]) -> None:
+        """One round of some replicas, whose rows are trained as one program."""
         started = perf_counter()
-        ready = (
-            self._ahead if self._ahead is not None and self._ahead.round == self.round else self._prepare(self.round)
-        )
-        models = self._models()
-        updates, measured = self._train(models, ready)
+        ready = self._ahead.pop() if self._ahead else self._prepare(self.round, replicas)
+        if ready.round != self.round or ready.replicas is not replicas:
+            ready = self._prepare(self.round, replicas)
+        models = self._models(replicas)
+        measuring = self.settings.measure != "needed" or any(_needs_losses(replica.method) for replica in replicas)
+        updates, measured = self._train(models, ready, measuring)
         self._train_personal(models, ready)
-        turns = [self._arrived(number, updates, ready) for number in range(len(self.replicas))]
+        turns = [self._arrived(number, updates, ready) for number in range(len(replicas))]
         launched = [launch(turn.given, turn.past) if turn.kept.size else [] for turn in turns]
-        self._ahead = self._prepare(self.round + 1) if self.round + 1 < self.settings.rounds else None
+        if self.device.type != "cpu" and self.round + 1 < self.settings.rounds:
+            self._ahead = [self._prepare(self.round + 1, replicas)]
         (losses, right), *products = to_numpy([measured, *itertools.chain(*launched)])
         for number, turn in enumerate(turns):
             own = [products.pop(0) for _ in launched[number]]
-            self._serve(number, ready, turn, own, losses, right)
-        if self.settings.descent:
+            self._serve(number, ready, turn, own, (losses, right) if measuring else None)
+        if self.settings.measure == "all":
             self._see_who_fell(ready, turns, losses)
-        seconds = (perf_counter() - started) / len(self.replicas)
-        for replica in self.replicas:
+        seconds = (perf_counter() - started) / len(replicas)
+        for replica in replicas:
             replica.rounds[-1]["seconds"] = seconds
 
-    def _models(self) -> Tensor:
-        models = [replica.model for replica in self.replicas]
+    def _models(self, replicas: list[Replica]) -> Tensor:
+        models = [replica.model for replica in replicas]
         return models[0].unsqueeze(0) if len(models) == 1 else torch.stack(models)
 
-    def _prepare(self, index: int) -> Ready:
+    def _prepare(self, index: int, replicas: list[Replica]) -> Ready:
         """Who takes part in a round and on which samples: known before the round begins."""
         sampling, work = self.settings.sampling, self.settings.work
         asked, lost, plans = [], [], []
-        for replica in self.replicas:
+        for replica in replicas:
             sizes = replica.partition.train.sizes
             here = sampling.draw(replica.seed, index, sizes)
             here = here[sizes[here] > 0]  # a client without training data has nothing to say
@@ -180,6 +197,7 @@ class Simulation:
         pieces = [steps.part(slice(start, start + chunk)) for start in range(0, sum(counts), chunk)]
         return Ready(
             round=index,
+            replicas=replicas,
             asked=asked,
             lost=lost,
             edges=np.cumsum([0, *counts]),
@@ -198,8 +216,8 @@ class Simulation:
     def _columns(self, ready: Ready, pulls: Sequence[float]) -> dict[str, Tensor]:
         """What differs from row to row because it differs from replica to replica."""
         work = self.settings.work
-        momenta = [getattr(replica.method.objective, "client_momentum", work.momentum) for replica in self.replicas]
-        rates = (work.rate(ready.round),) * len(self.replicas)
+        momenta = [getattr(replica.method.objective, "client_momentum", work.momentum) for replica in ready.replicas]
+        rates = (work.rate(ready.round),) * len(ready.replicas)
         return self._device_columns(ready.owner, rates, tuple(momenta), tuple(pulls))
 
     def _device_columns(
@@ -217,32 +235,35 @@ class Simulation:
             self._held_columns = (owner, asked[1:], columns)
         return self._held_columns[2]
 
-    def _train(self, models: Tensor, ready: Ready) -> tuple[Tensor, Tensor]:
+    def _train(self, models: Tensor, ready: Ready, measuring: bool) -> tuple[Tensor, Tensor]:
         """Every row's update, and loss and accuracy of the model it received."""
-        columns = self._columns(ready, [getattr(replica.method.objective, "mu", 0.0) for replica in self.replicas])
+        columns = self._columns(ready, [getattr(replica.method.objective, "mu", 0.0) for replica in ready.replicas])
+        if self.replayed is None and (self._rows is None or len(self._rows) != len(ready.owner)):
+            self._rows = torch.empty(len(ready.owner), self.shape.total, device=self.device)  # fresh memory is slow
         if len(ready.pieces) == 1:
-            return self._local_round(models if ready.even else models[ready.owner], ready.pieces[0], columns)
+            received = models if ready.even else models[ready.owner]
+            return self._local_round(received, ready.pieces[0], columns, measuring, self._rows)
         updates = torch.empty(len(ready.owner), self.shape.total, device=self.device)
         measured = torch.zeros(2, len(updates), dtype=torch.float64, device=self.device)
         for part, batches in ready.parts():
             own = {name: column[part] for name, column in columns.items()}
-            updates[part], measured[:, part] = self._local_round(models[ready.owner[part]], batches, own)
+            received = models if len(models) == 1 else models[ready.owner[part]]
+            updates[part], measured[:, part] = self._local_round(received, batches, own, measuring)
         return updates, measured
 
-    def _local_round(self, models: Tensor, batches: Batches, columns: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def _local_round(
+        self, models: Tensor, batches: Batches, columns: dict[str, Tensor], measuring: bool, out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         if self.replayed is None:
-            rows = len(batches.indices)
-            if self._rows is None or len(self._rows) != rows:
-                self._rows = torch.empty(rows, self.shape.total, device=self.device)  # reused: fresh memory is slow
-            return self.local.round(models, batches, **columns, out=self._rows)
+            return self.local.round(models, batches, **columns, measuring=measuring, out=out)
 
         def work(
             models: Tensor, indices: Tensor, weights: Tensor, shares: Tensor, **columns: Tensor
         ) -> tuple[Tensor, Tensor]:
             held = replace(batches, indices=indices, weights=weights, shares=shares)
-            return self.local.round(models, held, **columns)
+            return self.local.round(models, held, **columns, measuring=measuring)
 
-        key = ("round", batches.steps, batches.steady, batches.whole)
+        key = ("round", batches.steps, batches.steady, batches.whole, measuring)
         updates, measured = self.replayed(key, work, {"models": models, **batches.tensors(), **columns})
         return updates, measured
 
@@ -270,21 +291,21 @@ class Simulation:
 
     def _train_personal(self, models: Tensor, ready: Ready) -> None:
         """Ditto: the asked clients' own models take the same steps, pulled towards the received model."""
-        if not any(isinstance(replica.method.objective, Personal) for replica in self.replicas):
+        if not any(isinstance(replica.method.objective, Personal) for replica in ready.replicas):
             return
         received = models[ready.owner]
         rows = received.clone()
-        for number, replica in enumerate(self.replicas):
+        for number, replica in enumerate(ready.replicas):
             if isinstance(replica.method.objective, Personal):
                 if replica.personal is None:
                     replica.personal = replica.model.repeat(replica.partition.clients, 1)
                 chosen = torch.from_numpy(ready.asked[number]).to(self.device)
                 rows[ready.edges[number] : ready.edges[number + 1]] = replica.personal[chosen]
-        columns = self._columns(ready, [getattr(replica.method.objective, "lam", 0.0) for replica in self.replicas])
+        columns = self._columns(ready, [getattr(replica.method.objective, "lam", 0.0) for replica in ready.replicas])
         for part, batches in ready.parts():
             own = {name: column[part] for name, column in columns.items()}
             self.local.train(rows[part], received[part], batches, **own)
-        for number, replica in enumerate(self.replicas):
+        for number, replica in enumerate(ready.replicas):
             if replica.personal is not None:
                 chosen = torch.from_numpy(ready.asked[number]).to(self.device)
                 replica.personal[chosen] = rows[ready.edges[number] : ready.edges[number + 1]]
@@ -297,14 +318,14 @@ class Simulation:
         given, kept = Updates(self._layout, (rows,), len(rows)), np.flatnonzero(~lost)
         if lost.any():
             given = given.select(kept.tolist())
-        state = self.replicas[number].state
+        state = ready.replicas[number].state
         return Turn(given, [] if state is None else state.memory.pieces(given), kept)
 
     def _serve(
-        self, number: int, ready: Ready, turn: Turn, products: list[Floats], losses: Floats, right: Floats
+        self, number: int, ready: Ready, turn: Turn, products: list[Floats], measured: tuple[Floats, Floats] | None
     ) -> None:
         """The server's part of a round for one replica: rule, server step, record."""
-        replica, asked, lost = self.replicas[number], ready.asked[number], ready.lost[number]
+        replica, asked, lost = ready.replicas[number], ready.asked[number], ready.lost[number]
         record: dict[str, Any] = {"round": self.round, "asked": asked.tolist(), "lost": asked[lost].tolist()}
         replica.rounds.append(record)
         if not len(turn.kept):
@@ -317,13 +338,14 @@ class Simulation:
             trials += 1
             return self._measure((replica.model - trial).unsqueeze(0), ready, rows)[turn.kept]
 
-        clients, before = asked[turn.kept], losses[rows][turn.kept]
+        clients = asked[turn.kept]
+        losses, right = (None, None) if measured is None else (part[rows][turn.kept] for part in measured)
         opened = open_round(
             replica.method,
             turn.given,
-            losses=before,
+            losses=losses,
             sizes=replica.partition.train.sizes[clients].astype(np.float64),
-            accuracies=right[rows][turn.kept],
+            accuracies=right,
             clients=clients.tolist(),
             round=self.round,
             state=replica.state,
@@ -335,22 +357,23 @@ class Simulation:
         out = weighed.close(weighed.direction(), own=True, keep_on=self.settings.keep_on)
         replica.model = replica.model - out.update
         replica.state, replica.offset = out.state, out.evaluation_offset
-        record |= self._record(out, before, len(asked), len(clients), trials)
+        record |= self._record(out, losses, len(asked), len(clients), trials)
 
     def _see_who_fell(self, ready: Ready, turns: list[Turn], before: Floats) -> None:
         """The share of each replica's participants whose own loss is lower now."""
-        after = self._measure(self._models(), ready, slice(0, len(ready.owner)))
+        after = self._measure(self._models(ready.replicas), ready, slice(0, len(ready.owner)))
         for number, turn in enumerate(turns):
             if len(turn.kept):
                 rows = slice(int(ready.edges[number]), int(ready.edges[number + 1]))
-                self.replicas[number].rounds[-1]["fell"] = float((after[rows] < before[rows])[turn.kept].mean())
+                ready.replicas[number].rounds[-1]["fell"] = float((after[rows] < before[rows])[turn.kept].mean())
 
-    def _record(self, out: Aggregate, losses: Floats, asked: int, answered: int, trials: int) -> dict[str, Any]:
+    def _record(self, out: Aggregate, losses: Floats | None, asked: int, answered: int, trials: int) -> dict[str, Any]:
         size = self.shape.parameters * 4
         found = out.diagnostics
         present = int((found.ages == 0).sum())
         return {
-            "losses": losses.tolist(),
+            "losses": [] if losses is None else losses.tolist(),
+            "answered": answered,
             "coefficients": out.coefficients.tolist(),
             "conflicts": int(found.conflicts[:present].sum()),
             "layer_conflicts": found.layer_conflicts[:, :present].sum(axis=1).tolist(),
@@ -366,7 +389,8 @@ class Simulation:
 
     def _losses(self, model: Tensor, samples: Samples) -> tuple[Floats, Floats]:
         """Mean loss and accuracy of one model on several clients' samples; NaN for a client without any."""
-        sums = evaluate(self.module, self.shape, model, self.inputs, self.targets, samples)
+        at_once = samples_at_once(self.local.program, self.device)
+        sums = evaluate(self.module, self.shape, model, self.inputs, self.targets, samples, at_once)
         both = sums.cpu().numpy() / np.where(samples.counts > 0, samples.counts, np.nan)
         return both[0], both[1]
 
@@ -401,3 +425,8 @@ class Simulation:
                     "pooled_loss": float(np.nansum(losses * counts) / max(counts.sum(), 1)),
                 }
             )
+
+
+def _needs_losses(method: Method) -> bool:
+    """Whether the rule or the server step asks for anything measured on the participants' data."""
+    return bool({"losses", "accuracies"} & set(method.rule.inputs))

@@ -17,7 +17,8 @@ from evenhand.engine.batches import Batches, Samples
 from evenhand.engine.programs import FeedForward, Program, Sequential, answering
 from evenhand.geometry import STRETCH
 
-AT_ONCE = 8192  # samples measured at once
+AT_ONCE = 8192  # samples of a feed-forward network measured at once
+AT_ONCE_LARGE = {"cpu": 256, "cuda": 1024}  # of others, whose activations may be large
 STREAMS = 16  # rows of the sequential program that a GPU works on at the same time
 GATHERED = 256 << 20  # bytes of a round's samples that are gathered ahead of the steps
 
@@ -164,13 +165,14 @@ class Local:
         rates: Tensor,
         momentum: Tensor | None = None,
         pull: Tensor | None = None,
+        measuring: bool = True,
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Updates theta - theta_k of every row, and mean loss and accuracy of the received models (2 x rows, float64).
 
         models: each serves as many rows as the others, in order. rates (rows x 1) are the rows' learning rates;
         momentum and pull (rows x 1), where given, their momentum and the strength of the proximal pull towards the
-        received model. out: where the updates are put.
+        received model. Without `measuring` losses and accuracies may be missing (NaN). out: where the updates are put.
         """
         rows = len(batches.indices)
         updates = models.new_empty(rows, self.shape.total) if out is None else out
@@ -181,12 +183,16 @@ class Local:
         first = batches.whole and not self.program.random and batches.steps > 0  # its scores are the received model's
         side = Side(models.device)
         with side:
-            measured = None if first else self.measure(models, batches, samples)
+            measured = None
+            if measuring and not first:
+                measured = self.measure(models, batches, samples)
         if isinstance(self.program, Sequential) and models.is_cuda:
             scores = self._train_side_by_side(updates, received, batches, rates, momentum, pull)
         else:
             scores = self._train(updates, received, batches, samples, rates, momentum, pull)
         torch.sub(models.unsqueeze(1), grouped, out=grouped)
+        if not measuring:
+            measured = models.new_full((2, rows), torch.nan, dtype=torch.float64)
         if measured is None:
             measured = _means(scores, self.targets[batches.indices[:, :1]].flatten(1), batches.shares.flatten(1))
         side.join()
@@ -213,7 +219,7 @@ class Local:
         rows, steps, batch = batches.shares.shape
         tensors = self.shape.views(models)
         total = torch.zeros(2, rows, dtype=torch.float64, device=models.device)
-        at_once = max(1, AT_ONCE // (rows * batch))
+        at_once = max(1, samples_at_once(self.program, models.device) // (rows * batch))
         for start in range(0, steps, at_once):
             part = slice(start, min(start + at_once, steps))
             seen = samples(part)
@@ -318,16 +324,27 @@ def _means(scores: Tensor, targets: Tensor, shares: Tensor) -> Tensor:
     return torch.stack([torch.where(shares > 0, losses, 0.0), right]).double().mul_(shares).sum(2)
 
 
+def samples_at_once(program: Program, device: torch.device) -> int:
+    """How many samples are measured at once."""
+    return AT_ONCE if isinstance(program, FeedForward) else AT_ONCE_LARGE.get(device.type, 256)
+
+
 @torch.no_grad()
 @repeatable()
 def evaluate(
-    module: nn.Module, shape: Shape, model: Tensor, inputs: Tensor, targets: Tensor, samples: Samples
+    module: nn.Module,
+    shape: Shape,
+    model: Tensor,
+    inputs: Tensor,
+    targets: Tensor,
+    samples: Samples,
+    at_once: int = AT_ONCE,
 ) -> Tensor:
     """Sums of losses and of right answers of one model on each client's samples (2 x clients, float64)."""
     tensors = {name: view[0] for name, view in shape.views(model.unsqueeze(0)).items()}
     found = torch.zeros(2, len(samples.indices), dtype=torch.float64, device=model.device)
-    for start in range(0, len(samples.indices), AT_ONCE):
-        part = slice(start, start + AT_ONCE)
+    for start in range(0, len(samples.indices), at_once):
+        part = slice(start, start + at_once)
         index = samples.indices[part]
         with answering(module):
             scores, wanted = functional_call(module, tensors, (inputs[index],)), targets[index]

@@ -251,7 +251,7 @@ def _per_round(runs: Runs, name: str, entry: str, colour: int, points: int = POI
 
 
 def _share(record: dict[str, Any], entry: str) -> float:
-    answered = len(record.get("losses", ()))
+    answered = int(record.get("answered", 0))
     if entry not in record or not answered:
         return np.nan
     return record[entry] / answered if entry == "conflicts" else record[entry]
