@@ -141,12 +141,13 @@ def _status(process: int) -> dict[str, float]:
 # Ours and the plain loop
 
 
-def evenhand(path: str, batch: int | None, rounds: int, method: str) -> Measured:
+def evenhand(path: str, batch: int | None, rounds: int, method: str, measure: str = "losses") -> Measured:
     from simulation import ours, simulation, workload
 
     dataset, parted = workload()
     forget_peak()
-    return Measured(ours(simulation(dataset, parted, method, batch, 1, "cpu"), rounds, "cpu"), peak_memory())
+    made = simulation(dataset, parted, method, batch, 1, "cpu", measure=measure)
+    return Measured(ours(made, rounds, "cpu"), peak_memory())
 
 
 def plain(path: str, batch: int | None, rounds: int) -> Measured:
@@ -397,7 +398,12 @@ PEERS = {
     "evenhand": Peer(
         ("evenhand",),
         "evenhand",
-        {f"evenhand, {name}": functools.partial(evenhand, method=name) for name in ["fedavg", "fedfv", "qffl:q=1"]},
+        {
+            "evenhand, fedavg": functools.partial(evenhand, method="fedavg", measure="needed"),
+            "evenhand, fedavg, every loss measured": functools.partial(evenhand, method="fedavg"),
+            "evenhand, fedfv, every loss measured": functools.partial(evenhand, method="fedfv"),
+            "evenhand, qffl, every loss measured": functools.partial(evenhand, method="qffl:q=1"),
+        },
     ),
     "plain": Peer(("evenhand",), "evenhand", {"plain PyTorch loop": plain}),
     "pfl": Peer(("pfl",), "pfl[pytorch]", {"pfl": pfl}),
