@@ -127,12 +127,12 @@ def test_feed_forward_networks_are_recognised_and_others_are_not():
     assert choose_program(build("mlp", (12,), 4)).name == "feed-forward"
     assert choose_program(nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2))).name == "batched"
     assert choose_program(nn.Sequential(nn.Linear(3, 3), nn.Flatten(), nn.Linear(3, 2))).name == "batched"
-    convolution = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 2))
-    assert choose_program(convolution).name == "sequential"
-    assert choose_program(convolution, "batched").name == "batched"
-    large = nn.Sequential(nn.Linear(400, 400), nn.Tanh(), nn.Linear(400, 2))
-    assert choose_program(large).name == "sequential"
-    assert choose_program(large, device=torch.device("cuda")).name == "batched"
+    small = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 2))
+    large = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(1000, 500))
+    assert [choose_program(module).name for module in (small, large)] == ["batched", "sequential"]
+    cuda = torch.device("cuda")
+    assert [choose_program(module, device=cuda).name for module in (small, large)] == ["sequential"] * 2
+    assert choose_program(large, "batched").name == "batched"
     with pytest.raises(EvenhandError, match="Flatten, Linear and ReLU"):
         choose_program(nn.Linear(3, 2), "feed-forward")
 

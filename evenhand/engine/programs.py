@@ -24,7 +24,7 @@ from evenhand.checks import EvenhandError
 
 PROGRAMS = ("auto", "feed-forward", "batched", "sequential")
 
-SMALL = 100_000  # parameters up to which a CPU is faster with all rows at once
+SMALL = 400_000  # parameters up to which a CPU is faster with all rows of a convolutional network at once
 
 Tensors = dict[str, Tensor]
 
@@ -222,8 +222,7 @@ def choose_program(module: nn.Module, wanted: str = "auto", device: torch.device
     """The program that trains this module; 'auto' takes the one that is faster for its kind.
 
     The choice follows the kind of network and not a stopwatch, so that the same command gives the same numbers.
-    Convolutions with a filter for every row are slow everywhere, and on a CPU mapping pays for small networks alone
-    (docs/benchmarks.md).
+    Convolutions with a filter for every row are slow, on a CPU once they are large (docs/benchmarks.md).
     """
     if wanted not in PROGRAMS:
         raise EvenhandError(f"program={wanted!r} is not one of {', '.join(map(repr, PROGRAMS))}")
@@ -232,6 +231,6 @@ def choose_program(module: nn.Module, wanted: str = "auto", device: torch.device
     convolves = any(isinstance(part, nn.modules.conv._ConvNd) for part in module.modules())
     large = sum(parameter.numel() for parameter in module.parameters()) > SMALL
     on_cpu = device is None or device.type == "cpu"
-    if wanted == "sequential" or (wanted == "auto" and (convolves or (large and on_cpu))):
+    if wanted == "sequential" or (wanted == "auto" and convolves and (large or not on_cpu)):
         return Sequential(module)
     return Batched(module)
