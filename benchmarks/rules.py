@@ -5,9 +5,9 @@ same run. The published form is the paper's algorithm box on long vectors (tests
 numbers; it is run where it takes less than --patience seconds by estimate (FedMGDA+'s box never: its oracle is no
 published form). Extra memory includes the result itself, which is 1/clients of the updates.
 
-    python benchmarks/rules.py                 quick: small sizes, no long waits, on every device there is
-    python benchmarks/rules.py --full          all sizes
-    python benchmarks/rules.py --full --device cuda --patience 60
+    python benchmarks/rules.py                 all sizes on every device there is: several minutes
+    python benchmarks/rules.py --quick         the small ones
+    python benchmarks/rules.py --patience 90   with published forms that take long
 """
 
 from __future__ import annotations
@@ -175,17 +175,17 @@ def rounds(name: str, cohorts: list[torch.Tensor], own: bool) -> Callable[[], ob
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--device", choices=["cpu", "cuda"], help="default: all there are")
-    parser.add_argument("--full", action="store_true", help="all sizes")
+    parser.add_argument("--quick", action="store_true", help="the small sizes alone")
     parser.add_argument("--size", type=int, nargs=2, metavar=("CLIENTS", "PARAMETERS"), help="one size alone")
     parser.add_argument("--absent", action="store_true", help="rounds with remembered updates alone")
     parser.add_argument("--patience", type=float, default=2.0, help="longest run of a published form, seconds")
     arguments = parser.parse_args()
-    sizes = SIZES if arguments.full else SIZES[:2]
+    sizes = SIZES[:2] if arguments.quick else SIZES
     for device in devices(arguments.device):
         print(provenance(device))
         for rows, columns in [tuple(arguments.size)] if arguments.size else [] if arguments.absent else sizes:
             measure(rows, columns, device, arguments.patience)
-        for columns in [] if arguments.size else [200_000, 2_000_000][: 2 if arguments.full or arguments.absent else 1]:
+        for columns in [] if arguments.size else [200_000, 2_000_000][: 1 if arguments.quick else 2]:
             measure_memory_of_absent(10, 60, columns, device)
 
 
