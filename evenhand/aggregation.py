@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from evenhand.checks import EvenhandError, choice, near_miss, number
+from evenhand.checks import EvenhandError, NoUsableClient, choice, near_miss, number
 from evenhand.geometry import Floats, Layers, Layout, Updates, combine, products, read_updates, restore
 from evenhand.methods import Method, method
 from evenhand.methods.base import Client, Memo, Round, Weights
@@ -501,7 +501,7 @@ def _refuse(excluded: Mapping[Client, str], on_bad: str, rows: int) -> None:
         return
     said = "; ".join(f"client {client!r}: {reason}" for client, reason in list(excluded.items())[:3])
     if len(excluded) == rows:
-        raise EvenhandError(f"no usable client in this round: {said}")
+        raise NoUsableClient(f"no usable client in this round: {said}")
     raise EvenhandError(f"{said} (on_bad='exclude' leaves such clients out)")
 
 

@@ -11,6 +11,10 @@ class EvenhandError(ValueError):
     """Something the caller gave cannot be used; the message says what and what to do instead."""
 
 
+class NoUsableClient(EvenhandError):
+    """Every client of a round sent something that is not finite."""
+
+
 def near_miss(word: object, known: Collection[str]) -> str:
     """The phrase `; did you mean 'x'?` when a known name is close, else nothing.
 

@@ -41,7 +41,7 @@ import numpy as np
 import torch
 
 from evenhand import storage
-from evenhand.checks import EvenhandError
+from evenhand.checks import EvenhandError, NoUsableClient
 from evenhand.engine import checkpoint
 from evenhand.engine.simulation import Simulation
 from evenhand.fairness import curves
@@ -67,7 +67,6 @@ COLUMNS = ("round", "client", "accuracy", "loss", "test_samples")
 CHECKPOINT_EVERY = 20.0  # seconds
 CHECKPOINT_SHARE = 0.05  # of the time, at most, goes into checkpoints
 SHOWN_CLIENTS = 200  # in partition.txt
-NO_CLIENT = "no usable client in this round"  # how `aggregate` says that every update or loss is NaN or infinite
 
 
 class DiskError(EvenhandError):
@@ -77,7 +76,7 @@ class DiskError(EvenhandError):
 class Diverged(EvenhandError):
     """In some round no client's update was a finite number any more. The seeds of a run stop together."""
 
-    def __init__(self, label: str, round: int, lr: float, *, why: str = NO_CLIENT, folder: Path | None = None) -> None:
+    def __init__(self, label: str, round: int, lr: float, *, why: str, folder: Path | None = None) -> None:
         kept = "" if folder is None else f"; what was measured before is in {str(folder)!r}"
         super().__init__(
             f"{label} diverged in round {round:,}: {why}; a smaller learning rate helps (--lr, now {lr:g}){kept}"
@@ -500,9 +499,9 @@ class Recorder:
                 self.simulation.run(after_round=self._after_round)
         except DiskError:
             raise
+        except NoUsableClient as error:
+            raise self._diverged(str(error)) from error
         except EvenhandError as error:
-            if NO_CLIENT in str(error):
-                raise self._diverged(str(error)) from error
             raise EvenhandError(f"{self.label}, round {self.simulation.round + 1}: {error}") from error
         self._collect()
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from evenhand.aggregation import Aggregate, open_round
-from evenhand.checks import EvenhandError
+from evenhand.checks import EvenhandError, NoUsableClient
 from evenhand.data import Dataset, Partition
 from evenhand.engine.batches import Batches, Indices, Samples, gather, join, plan
 from evenhand.engine.graphs import Replayed
@@ -353,7 +353,10 @@ class Simulation:
             evaluate=trial_losses,
             seed=replica.seed,
         )
-        weighed = opened.weigh(*settle(turn.given, turn.past, products))
+        try:
+            weighed = opened.weigh(*settle(turn.given, turn.past, products))
+        except NoUsableClient as error:
+            raise NoUsableClient(f"seed {replica.seed}: {error}") from error
         out = weighed.close(weighed.direction(), own=True, keep_on=self.settings.keep_on)
         replica.model = replica.model - out.update
         replica.state, replica.offset = out.state, out.evaluation_offset
