@@ -88,8 +88,10 @@ class FedLF(Rule):
             fair = None if length == 0.0 else fair * (typical / length if self.normalise else 1.0)
         if fair is not None:
             products = gram @ fair
-            edge = products[moving] * scale[moving]
-            hull = np.block([[hull, edge[:, None]], [edge[None, :], np.array([[fair @ products]])]])
+            larger = np.empty((len(hull) + 1,) * 2)
+            larger[:-1, :-1], larger[-1, -1] = hull, fair @ products
+            larger[-1, :-1] = larger[:-1, -1] = products[moving] * scale[moving]
+            hull = larger
         solved = min_norm(hull)
         if solved.square <= max(1e-12, 10.0 * resolution) * typical**2:
             return nothing, None
