@@ -128,11 +128,11 @@ def plain_loop(dataset: Dataset, parted: Partition, batch: int | None, rounds: i
     return _median(work, rounds, device)
 
 
-def _median(work: object, rounds: int, device: str) -> float:
+def _median(work: Callable[[], None], rounds: int, device: str) -> float:
     times = []
     for _ in range(rounds + 2):
         start = perf_counter()
-        work()  # type: ignore[operator]
+        work()
         wait(device)
         times.append(perf_counter() - start)
     return float(np.median(times[2:]))

@@ -57,3 +57,20 @@ def number(
     ceiling = f"at most {high:g}" if high != float("inf") else ""
     limits = " and ".join(filter(None, (floor, ceiling))) or "finite"
     raise EvenhandError(f"{name}={value!r} must be a {kind}, {limits}")
+
+
+def plain_value(text: str) -> bool | int | float | str | None:
+    """The value of a setting written behind a name (`fedfv:alpha=0.1`): true, false, none, a number, or the word.
+
+    >>> plain_value("0.1"), plain_value("none"), plain_value("loss")
+    (0.1, None, 'loss')
+    """
+    words = {"true": True, "false": False, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

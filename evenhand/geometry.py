@@ -631,13 +631,16 @@ def combine(
     sources = [(updates, coefficients), *past]
     alike = all((scales == scales[:1]).all() for _, scales in sources)  # one combination for the whole model
     combined, spare = [], Spare()
+    placed: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}  # the coefficients where they are needed
     with exact_products(updates):
         for part, spans in enumerate(layout.spans):
             kind = torch.float64 if precise else updates.compute_dtype(part)
             device, size = updates.device_of(part), layout.sizes[part]
+            if (kind, device) not in placed:
+                rows_of = [torch.from_numpy(scales[:1] if alike else scales) for _, scales in sources]
+                placed[kind, device] = [scales.to(kind).to(device) for scales in rows_of]
             out: Tensor | None = None
-            for source, scales in sources:
-                weights = torch.from_numpy(scales[:1] if alike else scales).to(kind).to(device)
+            for (source, _), weights in zip(sources, placed[kind, device], strict=True):
                 for block, span in [(0, slice(0, size))] if alike else spans:
                     for columns, rows in source.stretches(part, kind, spare, span):
                         if out is None and columns == slice(0, size):

@@ -13,6 +13,7 @@ from torch import nn
 
 from evenhand.checks import EvenhandError
 from evenhand.engine.batches import Batches, join, plan
+from evenhand.engine.graphs import Replayed
 from evenhand.engine.programs import Batched, FeedForward, Sequential, choose_program
 from evenhand.engine.sampling import Sampling
 from evenhand.engine.training import Local, LocalWork, Shape
@@ -438,3 +439,24 @@ def test_measuring_less_changes_no_model(name):
 def test_an_unknown_measure_is_refused():
     with pytest.raises(EvenhandError, match="measure='most'"):
         simulate(**SMALL, measure="most")
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedlf", "ditto"])
+def test_a_round_in_which_nobody_can_be_reached_leaves_the_model(name):
+    settings = {**SMALL, "clients": 3, "sampling.availability": 0.15, "sampling.participation": 1.0}
+    (run,) = simulate(method=name, **settings)
+    alone = [entry for entry in run.rounds if not entry["asked"]]
+    assert 0 < len(alone) < 8
+    assert all(entry["note"] == "no client answered: the model stays" for entry in alone)
+
+
+@pytest.mark.parametrize("name", ["fedavg", "even", "fedprox", "fedmdfg"])
+def test_what_a_graph_would_replay_is_the_round(name):
+    """Graphs need a GPU; the work they capture is the same here."""
+    plain, replayed = simulation_of(name), simulation_of(name)
+    replayed.replayed = Replayed()
+    replayed.replayed.LIMIT = 0  # nothing is captured
+    plain.run()
+    replayed.run()
+    assert torch.equal(plain.replicas[0].model, replayed.replicas[0].model)
+    assert plain.replicas[0].rounds[-1]["fell"] == replayed.replicas[0].rounds[-1]["fell"]

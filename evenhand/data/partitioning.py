@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from evenhand.checks import EvenhandError, choice, near_miss, number
+from evenhand.checks import EvenhandError, choice, near_miss, number, plain_value
 from evenhand.data import allocation
 from evenhand.data.allocation import CLIENTS, Allocation, Pool
 from evenhand.data.dataset import LOCAL_SPLIT, Dataset, Fractions
@@ -255,7 +255,7 @@ def _parse(spec: str) -> tuple[str, str, dict[str, Any]]:
     for piece in rest.split(","):
         name, equals, value = (part.strip() for part in piece.partition("="))
         if equals and name in known:
-            options[name] = _value(value)
+            options[name] = plain_value(value)
         elif equals and kind != "shares":
             raise EvenhandError(
                 f"{kind} has no option {name!r}{near_miss(name, known)} (it has {', '.join(sorted(known))})"
@@ -263,18 +263,6 @@ def _parse(spec: str) -> tuple[str, str, dict[str, Any]]:
         else:
             argument.append(piece)
     return kind, ",".join(argument).strip(", "), options
-
-
-def _value(text: str) -> Any:
-    words = {"true": True, "false": False, "none": None}
-    if text.lower() in words:
-        return words[text.lower()]
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
 
 
 def _resolve_split(dataset: Dataset, split: Fractions | str | None, pool: str) -> tuple[Fractions, bool]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from time import perf_counter
 from typing import Any
 
@@ -77,6 +77,10 @@ class Ready:
     even: bool  # all rows are trained at once and every replica has as many of them
     pieces: list[Batches]  # the rows' batches, a chunk each
 
+    def rows(self, number: int) -> slice:
+        """The rows of one replica."""
+        return slice(int(self.edges[number]), int(self.edges[number + 1]))
+
     def parts(self) -> Iterator[tuple[slice, Batches]]:
         start = 0
         for batches in self.pieces:
@@ -93,6 +97,7 @@ class Turn:
     kept: Indices
 
 
+NOBODY = "no client answered: the model stays"
 MEASURES = {
     "all": "every participant's loss before and after the round, and so whose loss fell",
     "losses": "every participant's loss before the round",
@@ -112,11 +117,11 @@ class Simulation:
         program = choose_program(module, settings.program, device)
         self.local = Local(program, self.shape, self.inputs, self.targets, settings.work)
         self.replayed = Replayed() if Replayed.possible(device, program) else None
-        self._ahead: list[Ready] = []  # the next round, prepared while the device works
+        self._ahead: Ready | None = None  # the next round, prepared while the device works
         self._rows: Tensor | None = None
         self._layout: Layout | None = None
         self._held_owners: tuple[tuple[int, ...], Tensor] | None = None
-        self._held_columns: tuple[Tensor, tuple[Any, ...], dict[str, Tensor]] | None = None
+        self._held_columns: tuple[Tensor, dict[str, list[float]], dict[str, Tensor]] | None = None
         self.replicas = list(replicas)
         # A GPU has room for all replicas at once; a CPU has its hands full with one, whose rows then stay in its cache.
         self.groups = [[replica] for replica in self.replicas] if device.type == "cpu" else [self.replicas]
@@ -152,9 +157,13 @@ class Simulation:
     def _play_together(self, replicas: list[Replica]) -> None:
         """One round of some replicas, whose rows are trained as one program."""
         started = perf_counter()
-        ready = self._ahead.pop() if self._ahead else self._prepare(self.round, replicas)
-        if ready.round != self.round or ready.replicas is not replicas:
+        ready = self._ahead
+        if ready is None or ready.round != self.round:
             ready = self._prepare(self.round, replicas)
+        if not len(ready.owner):  # nobody could be reached
+            for replica in replicas:
+                replica.rounds.append({"round": self.round, "asked": [], "lost": [], "note": NOBODY, "seconds": 0.0})
+            return
         models = self._models(replicas)
         measuring = self.settings.measure != "needed" or any(_needs_losses(replica.method) for replica in replicas)
         updates, measured = self._train(models, ready, measuring)
@@ -162,7 +171,7 @@ class Simulation:
         turns = [self._arrived(number, updates, ready) for number in range(len(replicas))]
         launched = [launch(turn.given, turn.past) if turn.kept.size else [] for turn in turns]
         if self.device.type != "cpu" and self.round + 1 < self.settings.rounds:
-            self._ahead = [self._prepare(self.round + 1, replicas)]
+            self._ahead = self._prepare(self.round + 1, replicas)
         (losses, right), *products = to_numpy([measured, *itertools.chain(*launched)])
         for number, turn in enumerate(turns):
             own = [products.pop(0) for _ in launched[number]]
@@ -214,25 +223,17 @@ class Simulation:
         return self._held_owners[1]
 
     def _columns(self, ready: Ready, pulls: Sequence[float]) -> dict[str, Tensor]:
-        """What differs from row to row because it differs from replica to replica."""
+        """What differs from row to row because it differs from replica to replica; kept like the owners."""
         work = self.settings.work
         momenta = [getattr(replica.method.objective, "client_momentum", work.momentum) for replica in ready.replicas]
-        rates = (work.rate(ready.round),) * len(ready.replicas)
-        return self._device_columns(ready.owner, rates, tuple(momenta), tuple(pulls))
-
-    def _device_columns(
-        self, owner: Tensor, rates: tuple[float, ...], momenta: tuple[float, ...], pulls: tuple[float, ...]
-    ) -> dict[str, Tensor]:
-        """The same as last time where nothing has changed: most rounds are alike."""
-        asked = (owner, rates, momenta, pulls)
-        if self._held_columns is None or self._held_columns[0] is not owner or self._held_columns[1] != asked[1:]:
-            named = {"rates": rates, "momentum": momenta, "pull": pulls}
+        named = {"rates": [work.rate(ready.round)] * len(ready.replicas), "momentum": momenta, "pull": list(pulls)}
+        if self._held_columns is None or self._held_columns[0] is not ready.owner or self._held_columns[1] != named:
             columns = {
-                name: torch.tensor(values, device=self.device)[owner].unsqueeze(1)
+                name: torch.tensor(values, device=self.device)[ready.owner].unsqueeze(1)
                 for name, values in named.items()
                 if name == "rates" or any(values)
             }
-            self._held_columns = (owner, asked[1:], columns)
+            self._held_columns = (ready.owner, named, columns)
         return self._held_columns[2]
 
     def _train(self, models: Tensor, ready: Ready, measuring: bool) -> tuple[Tensor, Tensor]:
@@ -256,16 +257,27 @@ class Simulation:
     ) -> tuple[Tensor, Tensor]:
         if self.replayed is None:
             return self.local.round(models, batches, **columns, measuring=measuring, out=out)
-
-        def work(
-            models: Tensor, indices: Tensor, weights: Tensor, shares: Tensor, **columns: Tensor
-        ) -> tuple[Tensor, Tensor]:
-            held = replace(batches, indices=indices, weights=weights, shares=shares)
-            return self.local.round(models, held, **columns, measuring=measuring)
-
         key = ("round", batches.steps, batches.steady, batches.whole, measuring)
-        updates, measured = self.replayed(key, work, {"models": models, **batches.tensors(), **columns})
+        updates, measured = self._replay(key, partial(self.local.round, measuring=measuring), models, batches, columns)
         return updates, measured
+
+    def _replay(
+        self,
+        key: tuple[Any, ...],
+        work: Callable[..., tuple[Tensor, ...]],
+        models: Tensor,
+        batches: Batches,
+        columns: dict[str, Tensor],
+    ) -> tuple[Tensor, ...]:
+        """work(models, batches, **columns) as a graph that reads all these tensors from places of its own."""
+        assert self.replayed is not None
+
+        def captured(
+            models: Tensor, indices: Tensor, weights: Tensor, shares: Tensor, **columns: Tensor
+        ) -> tuple[Tensor, ...]:
+            return work(models, replace(batches, indices=indices, weights=weights, shares=shares), **columns)
+
+        return self.replayed(key, captured, {"models": models, **batches.tensors(), **columns})
 
     def _measure(self, models: Tensor, ready: Ready, rows: slice) -> Floats:
         """Loss at some rows' own data of one model, or of every replica's."""
@@ -283,11 +295,7 @@ class Simulation:
     def _measure_piece(self, models: Tensor, batches: Batches) -> Tensor:
         if self.replayed is None:
             return self.local.measure(models, batches)
-
-        def work(models: Tensor, indices: Tensor, weights: Tensor, shares: Tensor) -> tuple[Tensor]:
-            return (self.local.measure(models, replace(batches, indices=indices, weights=weights, shares=shares)),)
-
-        return self.replayed(("measure",), work, {"models": models, **batches.tensors()})[0]
+        return self._replay(("measure",), lambda *given: (self.local.measure(*given),), models, batches, {})[0]
 
     def _train_personal(self, models: Tensor, ready: Ready) -> None:
         """Ditto: the asked clients' own models take the same steps, pulled towards the received model."""
@@ -300,7 +308,7 @@ class Simulation:
                 if replica.personal is None:
                     replica.personal = replica.model.repeat(replica.partition.clients, 1)
                 chosen = torch.from_numpy(ready.asked[number]).to(self.device)
-                rows[ready.edges[number] : ready.edges[number + 1]] = replica.personal[chosen]
+                rows[ready.rows(number)] = replica.personal[chosen]
         columns = self._columns(ready, [getattr(replica.method.objective, "lam", 0.0) for replica in ready.replicas])
         for part, batches in ready.parts():
             own = {name: column[part] for name, column in columns.items()}
@@ -308,11 +316,11 @@ class Simulation:
         for number, replica in enumerate(ready.replicas):
             if replica.personal is not None:
                 chosen = torch.from_numpy(ready.asked[number]).to(self.device)
-                replica.personal[chosen] = rows[ready.edges[number] : ready.edges[number + 1]]
+                replica.personal[chosen] = rows[ready.rows(number)]
 
     def _arrived(self, number: int, updates: Tensor, ready: Ready) -> Turn:
         """The rows of a replica that arrived, in the form in which `aggregate` reads them."""
-        rows, lost = updates[ready.edges[number] : ready.edges[number + 1]], ready.lost[number]
+        rows, lost = updates[ready.rows(number)], ready.lost[number]
         if self._layout is None:
             self._layout = read_updates(updates, self.shape.layers).layout
         given, kept = Updates(self._layout, (rows,), len(rows)), np.flatnonzero(~lost)
@@ -329,9 +337,9 @@ class Simulation:
         record: dict[str, Any] = {"round": self.round, "asked": asked.tolist(), "lost": asked[lost].tolist()}
         replica.rounds.append(record)
         if not len(turn.kept):
-            record["note"] = "no client answered: the model stays"
+            record["note"] = NOBODY
             return
-        trials, rows = 0, slice(int(ready.edges[number]), int(ready.edges[number + 1]))
+        trials, rows = 0, ready.rows(number)
 
         def trial_losses(trial: Tensor) -> Floats:
             nonlocal trials
@@ -367,7 +375,7 @@ class Simulation:
         after = self._measure(self._models(ready.replicas), ready, slice(0, len(ready.owner)))
         for number, turn in enumerate(turns):
             if len(turn.kept):
-                rows = slice(int(ready.edges[number]), int(ready.edges[number + 1]))
+                rows = ready.rows(number)
                 ready.replicas[number].rounds[-1]["fell"] = float((after[rows] < before[rows])[turn.kept].mean())
 
     def _record(self, out: Aggregate, losses: Floats | None, asked: int, answered: int, trials: int) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
-from evenhand.checks import EvenhandError, near_miss
+from evenhand.checks import EvenhandError, near_miss, plain_value
 from evenhand.methods.adafed import AdaFed
 from evenhand.methods.afl import AFL
 from evenhand.methods.base import Objective, Rule, ServerStep
@@ -196,20 +196,8 @@ def parse(text: str) -> tuple[str, dict[str, Any]]:
         key, equals, value = item.partition("=")
         if not equals or not key.strip():
             raise EvenhandError(f"{item!r} in {text!r} is not of the form setting=value")
-        settings[key.strip()] = _value(value.strip())
+        settings[key.strip()] = plain_value(value.strip())
     return name.strip(), settings
-
-
-def _value(text: str) -> Any:
-    words = {"true": True, "false": False, "none": None}
-    if text.lower() in words:
-        return words[text.lower()]
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
 
 
 def register(entry: Method) -> Method:
