@@ -183,6 +183,20 @@ def nonnegative_losses(round: Round, rule: str) -> Floats:
     return losses
 
 
+def towards_equality(losses: Floats) -> Floats | None:
+    """(p . F^) F^ - p with F^ = F/|F| and p = 1/|1|: |F| times the weights of the gradient of -cos(1, F).
+
+    FedLF's eq. 7 and FedMDFG's fair guidance up to their lengths; None where all losses are equal.
+    """
+    size = float(np.linalg.norm(losses))
+    if size == 0.0 or np.ptp(losses) <= 1e-12 * np.abs(losses).max():
+        return None
+    ones = np.full(len(losses), 1.0 / np.sqrt(len(losses)))
+    direction = losses / size
+    pull: Floats = (direction @ ones) * direction - ones
+    return pull
+
+
 def check_absent(absent: str) -> None:
     """Insist on 'off', 'last:TAU' or 'expected'."""
     if absent in ("off", "expected"):

@@ -21,7 +21,7 @@ import numpy as np
 
 from evenhand.checks import flag
 from evenhand.geometry import Floats
-from evenhand.methods.base import Memo, Round, Rule, Weights, check_absent, combined_length, unit
+from evenhand.methods.base import Memo, Round, Rule, Weights, check_absent, combined_length, towards_equality, unit
 from evenhand.solvers import MinNorm, min_norm
 
 
@@ -106,10 +106,5 @@ def _names(round: Round, group: list[int]) -> list[str]:
 
 def fair_objective(losses: Floats) -> Floats | None:
     """q of eq. 7: the gradient of -cos(1, F) is sum_i q_i g_i; None where all losses are equal."""
-    size = float(np.linalg.norm(losses))
-    if size == 0.0 or np.ptp(losses) <= 1e-12 * np.abs(losses).max():
-        return None
-    ones = np.full(len(losses), 1.0 / np.sqrt(len(losses)))
-    direction = losses / size
-    weights: Floats = ((direction @ ones) * direction - ones) / size
-    return weights
+    pull = towards_equality(losses)
+    return None if pull is None else pull / float(np.linalg.norm(losses))

@@ -33,6 +33,7 @@ from evenhand.methods.base import (
     combined_length,
     recall,
     rescaled,
+    towards_equality,
     unit,
 )
 from evenhand.solvers import min_norm
@@ -91,13 +92,8 @@ def loss_angle(losses: Floats) -> float:
 
 def fair_guidance(losses: Floats) -> Floats:
     """h of the paper, of unit length; zero where all losses are equal."""
-    size = float(np.linalg.norm(losses))
-    if size == 0.0 or np.ptp(losses) <= 1e-12 * np.abs(losses).max():
-        return np.zeros(len(losses))
-    ones = np.full(len(losses), 1.0 / np.sqrt(len(losses)))
-    direction = losses / size
-    guidance = (direction @ ones) * direction - ones
-    return np.asarray(guidance / np.linalg.norm(guidance))
+    pull = towards_equality(losses)
+    return np.zeros(len(losses)) if pull is None else np.asarray(pull / np.linalg.norm(pull))
 
 
 def expected_losses(
