@@ -32,7 +32,7 @@ from evenhand.methods import method
 from evenhand.models import build
 from evenhand.streams import stream
 
-METHODS = ["fedavg", "qffl:q=1", "fedfv", "adafed", "even", "fedlf", "mfairfl"]
+METHODS = ["fedavg", "qffl:q=1", "fedfv", "adafed", "even", "fedlf", "mfairfl:measure=off"]
 SAMPLING = Sampling(cohort=10)
 PASSES = 5
 

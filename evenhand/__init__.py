@@ -19,9 +19,11 @@ from evenhand.methods.base import Objective, Round, Rule, ServerStep, Weights
 from evenhand.state import State
 
 if TYPE_CHECKING:
+    from evenhand.auditing import audit
     from evenhand.comparison import compare, load_comparison, resume_comparison
     from evenhand.experiment import Experiment, load_runs, resume, simulate
     from evenhand.fairness import client_fairness
+    from evenhand.groups import group_fairness
 
 __version__ = "0.1.0"
 
@@ -39,8 +41,10 @@ __all__ = [
     "State",
     "Weights",
     "aggregate",
+    "audit",
     "client_fairness",
     "compare",
+    "group_fairness",
     "load_comparison",
     "load_runs",
     "method",
@@ -55,7 +59,9 @@ __all__ = [
 LATER = {
     **dict.fromkeys(("Experiment", "load_runs", "resume", "simulate"), "evenhand.experiment"),
     **dict.fromkeys(("compare", "load_comparison", "resume_comparison"), "evenhand.comparison"),
+    "audit": "evenhand.auditing",
     "client_fairness": "evenhand.fairness",
+    "group_fairness": "evenhand.groups",
 }
 
 

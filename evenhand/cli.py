@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 WIDEST = 1000  # letters in a line, more than any table needs
 ROOM = 36  # letters for the last column of a listing; with less, every entry gets lines of its own
+BROKEN = 1  # exit code of an audit that breaks a bound
 WRONG = 2  # exit code of an error that the caller can put right
 
 app = typer.Typer(
@@ -93,6 +94,10 @@ Target = Annotated[str | None, typer.Option(metavar="COLUMN", help="Your own dat
 ClientColumn = Annotated[
     str | None, typer.Option(metavar="COLUMN", help="Your own data: the column that says whose sample it is.")
 ]
+Sensitive = Annotated[
+    str | None,
+    typer.Option(metavar="COLUMNS", help="Columns that say who somebody is: sex,race; age:25,41,65 makes bands."),
+]
 Partition = Annotated[
     str | None, typer.Option(metavar="KIND", help="Who holds what (evenhand partitions): iid, pat:2, dir:0.1, ...")
 ]
@@ -100,6 +105,10 @@ Clients = Annotated[int | None, typer.Option(metavar="N", help="Number of client
 Split = Annotated[
     str | None,
     typer.Option(metavar="SHARES", help="Each client's shares to train, validate, test: 0.8,0,0.2, or official."),
+]
+Sets = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="NAME=VALUE", help="Any other setting, such as data_options.seed=1. Repeatable."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the results as JSON and nothing else.")]
 
@@ -109,6 +118,7 @@ def settings(
     data_dir: DataDir = None,
     target: Target = None,
     client_column: ClientColumn = None,
+    sensitive: Sensitive = None,
     partition: Partition = None,
     clients: Clients = None,
     split: Split = None,
@@ -135,10 +145,7 @@ def settings(
         int | None, typer.Option(metavar="N", help="Rounds between evaluations of all clients [10].")
     ] = None,
     device: Annotated[str | None, typer.Option(metavar="NAME", help="auto, cpu, cuda or cuda:N [auto].")] = None,
-    sets: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="NAME=VALUE", help="Any other setting, such as method.alpha=0.2. Repeatable."),
-    ] = None,
+    sets: Sets = None,
 ) -> dict[str, Any]:
     """What to change of an experiment, by the options that were given."""
     found = {
@@ -146,6 +153,7 @@ def settings(
         "data_dir": data_dir and str(data_dir),
         "data_options.target": target,
         "data_options.client_column": client_column,
+        "data_options.sensitive": sensitive,
         "partition": partition,
         "clients": clients,
         "split": split and _split(split),
@@ -367,6 +375,93 @@ def _folder(out: Path | None, name: str) -> Iterator[Path]:
                     empty.rmdir()
 
 
+@command("audit")
+def audit(
+    file: Annotated[Path, typer.Argument(help="Predictions: a .csv, .tsv or .parquet file, one row a prediction.")],
+    label: Annotated[str, typer.Option(metavar="COLUMN", help="The true class.")],
+    prediction: Annotated[str | None, typer.Option(metavar="COLUMN", help="The predicted class.")] = None,
+    score: Annotated[
+        str | None, typer.Option(metavar="COLUMN", help="The positive class's probability, beside or for predictions.")
+    ] = None,
+    client: Annotated[str | None, typer.Option(metavar="COLUMN", help="Whose row it is, such as the hospital.")] = None,
+    sensitive: Sensitive = None,
+    positive: Annotated[
+        str | None, typer.Option(metavar="CLASS", help="The positive class [the last of two in order].")
+    ] = None,
+    threshold: Annotated[
+        float, typer.Option(metavar="X", help="Scores from here on predict the positive class.")
+    ] = 0.5,
+    limits: Annotated[
+        str | None,
+        typer.Option("--max", metavar="BOUNDS", help="Bounds, such as dp=0.1,client_gap=0.15: exit code 1 if broken."),
+    ] = None,
+    beyond_chance: Annotated[
+        bool, typer.Option("--beyond-chance", help="Exit code 1 only for bounds that are broken beyond chance.")
+    ] = False,
+    intersections: Annotated[bool, typer.Option(help="Also cross the sensitive columns.")] = True,
+    shuffles: Annotated[int, typer.Option(metavar="N", help="Shuffles that show what chance does; 0: none.")] = 999,
+    confidence: Annotated[float, typer.Option(metavar="X", help="Of the intervals.")] = 0.95,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the shuffles.")] = 0,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The page to write [FILE-audit.html in this folder].")
+    ] = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Fairness report of any model, from a file of its predictions.
+
+    Says which client, which group and which group within which client is served worst, how far off, and whether it
+    could be chance; writes it as a page. Exit code 1 says that a bound is broken, 2 that something cannot be used.
+
+    \b
+    Measures for --max, each also with _mean and _gap (highest minus lowest, as in fairlearn):
+      dp     demographic parity: largest deviation of a group's predictions from everyone's
+      eodds  equalised odds: the same among those with the same label
+      eopp   equal opportunity: the same among the positives, of right predictions
+      ap     accuracy parity: largest deviation of a group's accuracy from everyone's
+      client_deviation, client_gap, client_std: of the clients' accuracies
+    sex.dp=0.1 holds for one attribute, sex&race.dp=0.1 for an intersection.
+
+    \b
+    Examples:
+      evenhand audit predictions.csv --label y --prediction yhat --client hospital --sensitive sex,age_band
+      evenhand audit predictions.csv --label y --score p --sensitive sex,age:25,41,65 --out report.html
+      evenhand audit predictions.parquet --label y --prediction yhat --sensitive sex --max dp=0.1,eopp=0.1 --quiet
+    """
+    from evenhand import auditing
+    from evenhand.folders import writing
+
+    found = auditing.audit(
+        file,
+        label=label,
+        prediction=prediction,
+        score=score,
+        client=client,
+        sensitive=sensitive or (),
+        positive=positive,
+        threshold=threshold,
+        bounds=auditing.read_bounds(limits or ""),
+        intersections=intersections,
+        shuffles=shuffles,
+        confidence=confidence,
+        seed=seed,
+    )
+    page = out if out is not None or as_json or quiet else Path(f"{file.stem}-audit.html")
+    if page is not None:
+        with writing(page):
+            found.report(page)
+    if as_json:
+        _print_json(found.to_dict())
+    elif not quiet:
+        print(found)
+        print(f"report  {page}  (open it in a browser)")
+    else:
+        for bound in found.broken:
+            _say(str(bound))
+    if found.failed(beyond_chance):
+        raise typer.Exit(BROKEN)
+
+
 # ------------------------------------------------------------------------------------------------------- what there is
 
 
@@ -403,18 +498,39 @@ def methods(
 
 
 @command("datasets")
-def datasets(data_dir: DataDir = None, as_json: Json = False) -> None:
-    """List the data sets, and whether they are here."""
+def datasets(
+    name: Annotated[str | None, typer.Argument(help="One data set, with its options.")] = None,
+    data_dir: DataDir = None,
+    as_json: Json = False,
+) -> None:
+    """List the data sets, and whether they are here; or say more about one.
+
+    \b
+    Examples:
+      evenhand datasets
+      evenhand datasets adult
+    """
     from dataclasses import asdict
 
     from evenhand.data import datasets as known
+    from evenhand.toml import to_toml
 
-    entries = known(data_dir)
+    entries = known(data_dir, name)
     if as_json:
         _print_json([asdict(entry) for entry in entries])
-    else:
+    elif name is None:
         rows = [(e.name, e.samples, e.classes, e.shape, e.origin, e.available, e.summary) for e in entries]
         _print_table(("data set", "samples", "classes", "shape", "from", "here", "what it is"), rows)
+    else:
+        for entry in entries:
+            print(f"{entry.name}: {entry.summary}\n\nfrom      {entry.origin}\nhere      {entry.available}")
+            print(f"samples   {entry.samples}\nclasses   {entry.classes}\nshape     {entry.shape}")
+            for place, line in enumerate(to_toml(entry.options).splitlines()):
+                print(f"{'' if place else 'options':<9} {line}")
+            if entry.options:
+                print("          (--set data_options.NAME=VALUE; in Python load(..., NAME=VALUE))")
+            if entry.details:
+                print(f"\n{entry.details}")
 
 
 @command("partitions")
@@ -424,9 +540,11 @@ def partitions(
     data_dir: DataDir = None,
     target: Target = None,
     client_column: ClientColumn = None,
+    sensitive: Sensitive = None,
     clients: Clients = None,
     split: Split = None,
     seed: Annotated[int, typer.Option(help="Seed of the partition.")] = 0,
+    sets: Sets = None,
     limit: Annotated[int, typer.Option(help="How many clients to show.")] = 20,
     picture: Annotated[Path | None, typer.Option(help="Draw classes by clients into this .png or .svg file.")] = None,
     as_json: Json = False,
@@ -438,6 +556,7 @@ def partitions(
       evenhand partitions
       evenhand partitions pat:2 --data digits --clients 20
       evenhand partitions dir:0.1 --data fashion-mnist --clients 50 --picture clients.png
+      evenhand partitions shares:high --data adult --sensitive sex,age_band
     """
     from dataclasses import asdict
 
@@ -454,10 +573,8 @@ def partitions(
     from evenhand.experiment import Experiment, draw_partition, load_data
     from evenhand.folders import writing
 
-    options = {"data": data, "data_dir": data_dir and str(data_dir), "clients": clients, "partition": spec}
-    options |= {"data_options.target": target, "data_options.client_column": client_column}
-    options["split"] = None if split is None else _split(split)
-    chosen = Experiment().with_settings({name: value for name, value in options.items() if value is not None})
+    given = settings(data, data_dir, target, client_column, sensitive, spec, clients, split, sets=sets)
+    chosen = Experiment().with_settings(given)
     dataset = load_data(chosen)
     drawn = draw_partition(dataset, chosen, seed)
     if picture is not None:
@@ -467,7 +584,12 @@ def partitions(
         names = drawn.names or tuple(map(str, range(drawn.clients)))
         sizes = {"train": drawn.train.sizes, "validation": drawn.validation.sizes, "test": drawn.test.sizes}
         table = {"clients": names, **{part: size.tolist() for part, size in sizes.items()}}
-        _print_json({**table, "labels": drawn.label_counts(dataset).tolist(), "notes": drawn.notes})
+        groups = {
+            group.name: {"groups": group.values, "counts": drawn.group_counts(group).tolist()}
+            for group in dataset.groups()
+        }
+        counts = {"labels": drawn.label_counts(dataset).tolist(), "sensitive": groups}
+        _print_json({**table, **counts, "notes": drawn.notes})
     else:
         print(drawn.table(dataset, limit=limit))
 

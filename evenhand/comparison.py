@@ -18,6 +18,8 @@ import numpy as np
 
 from evenhand import storage
 from evenhand.checks import EvenhandError
+from evenhand.data import Dataset
+from evenhand.engine.groups import check_groups
 from evenhand.experiment import Experiment, can_simulate, chosen_experiment, load_data, load_runs, resume, run
 from evenhand.fairness import PairedTest, few, paired_test
 from evenhand.folders import (
@@ -36,13 +38,32 @@ from evenhand.folders import (
     writing,
 )
 from evenhand.methods import METHODS, Method, method
-from evenhand.runs import Runs, pandas_or_hint
+from evenhand.runs import Runs, said_once
+from evenhand.tables import pandas_or_hint
 from evenhand.toml import read_toml, to_toml
 
 SEEDS = 5
 CONFIDENCE = 0.95
 FIRST_MARK, BEST_MARK = "*", "†"
-VERDICT = ("mean", "std_pp", "worst")  # the measures that the sentence under the table speaks of
+VERDICT = (
+    "mean",
+    "std_pp",
+    "worst",
+    "pooled_accuracy",
+    "dp",
+    "client_deviation",
+)  # the measures that the sentence under the table speaks of
+
+WITHOUT_GROUPS = (
+    ", each measured on its own test data: the mean of their accuracies in percent, the standard deviation between "
+    "clients in percentage points, the accuracy of the worst-served and of the best-served {0}, and the angle to equal "
+    "accuracies (0° is perfectly even)."
+)
+WITH_GROUPS = (
+    ": accuracy over all test data and of the worst-served {0}, in percent; the largest deviation of a group of people "
+    "from everyone in how often a class is predicted (DP), the same among those of one label (EO), and in how often "
+    "the prediction is right (AP); and the largest deviation of a client's accuracy from everyone's (CF)."
+)
 
 
 @dataclass(frozen=True)
@@ -60,9 +81,18 @@ class Column:
         return f"{self.title} {'↑' if self.higher else '↓'}"
 
 
-def columns(clients: int) -> list[Column]:
-    """The papers' columns; of few clients, 5% is one."""
+def columns(clients: int, grouped: bool = False) -> list[Column]:
+    """The papers' columns; of few clients, 5% is one. Where there are groups of people, mFairFL's."""
     tail = few(clients)
+    if grouped:
+        return [
+            Column("pooled_accuracy", "accuracy", 100.0, 1, True),
+            Column("worst", f"worst {tail}", 100.0, 1, True),
+            Column("dp", "DP", 1.0, 3, False),
+            Column("eodds", "EO", 1.0, 3, False),
+            Column("ap", "AP", 1.0, 3, False),
+            Column("client_deviation", "CF", 1.0, 3, False),
+        ]
     return [
         Column("mean", "mean accuracy", 100.0, 1, True),
         Column("std_pp", "std (pp)", 1.0, 1, False),
@@ -155,11 +185,16 @@ class Comparison:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        return tuple(f"{label}: {note}" for label, runs in self.runs.items() for note in runs.notes)
+        return tuple(said_once({label: runs.notes for label, runs in self.runs.items()}))
 
     @cached_property
     def columns(self) -> list[Column]:
-        return columns(self.clients)
+        return columns(self.clients, self.grouped)
+
+    @property
+    def grouped(self) -> bool:
+        """Whether the data says who belongs to which group of people."""
+        return all(runs[0].cells is not None for runs in self.runs.values())
 
     @cached_property
     def cells(self) -> dict[str, list[Cell]]:
@@ -201,11 +236,7 @@ class Comparison:
 
     def words(self) -> list[str]:
         """What stands under the table: what its columns mean, what its marks mean, and what they say."""
-        lines = [
-            f"{self.clients} clients, each measured on its own test data: the mean of their accuracies in percent, the "
-            f"standard deviation between clients in percentage points, the accuracy of the worst-served and of the "
-            f"best-served {few(self.clients)}, and the angle to equal accuracies (0° is perfectly even)."
-        ]
+        lines = [f"{self.clients} clients{WITH_GROUPS if self.grouped else WITHOUT_GROUPS}".format(few(self.clients))]
         if len(self.seeds) == 1:
             lines.append("Bold is best. With one seed no difference can be tested; ask for more (--seeds 5).")
             return [*lines, *self._said_of_diverged()]
@@ -390,10 +421,10 @@ def compare(
         settings = {"seeds": SEEDS, **settings}
     chosen = chosen_experiment(experiment, settings)
     if out is None:
-        return _play(chosen, chosen_methods, None, checkpoint_every, progress)
+        return _play(chosen, chosen_methods, None, checkpoint_every, progress, _data(chosen, chosen_methods))
     folder = ComparisonFolder(out)
     with folder.claimed(force=force):
-        dataset = load_data(chosen)  # a wrong name is found before anything is written
+        dataset = _data(chosen, chosen_methods)  # a wrong name is found before anything is written
         with writing(folder.path):
             folder.clear()
             folder.describe(_description(chosen, chosen_methods))
@@ -410,7 +441,15 @@ def resume_comparison(
         return load_comparison(out)
     with folder.locked():
         chosen, methods = read_description(folder.path / COMPARISON)
-        return _play(chosen, methods, folder, checkpoint_every, progress)
+        return _play(chosen, methods, folder, checkpoint_every, progress, _data(chosen, methods))
+
+
+def _data(chosen: Experiment, methods: Mapping[str, Method]) -> Dataset:
+    """The data, once it is clear that every method can do with it."""
+    dataset = load_data(chosen)
+    for entry in methods.values():
+        check_groups(entry, dataset)
+    return dataset
 
 
 def load_comparison(out: str | Path) -> Comparison:
@@ -500,9 +539,8 @@ def _play(
     folder: ComparisonFolder | None,
     every: float,
     progress: Progress | None,
-    dataset: Any = None,
+    dataset: Dataset,
 ) -> Comparison:
-    dataset = dataset or load_data(chosen)
     places = _places(methods)
     runs: dict[str, Runs] = {}
     diverged: dict[str, int] = {}

@@ -23,7 +23,7 @@ from evenhand.engine.training import LocalWork, Shape
 from evenhand.folders import CHECKPOINT_EVERY, DESCRIPTION, Progress, Recorder, RunFolder
 from evenhand.methods import DEFAULT, Method, method
 from evenhand.models import build, must_fit
-from evenhand.runs import Run, Runs
+from evenhand.runs import Run, Runs, said_once
 from evenhand.toml import read_toml, to_toml
 
 __all__ = [
@@ -39,7 +39,8 @@ __all__ = [
 ]
 
 CLIENTS = 30  # where the partition does not know itself
-MEASURED = ("losses", "sizes", "accuracies")  # what the simulator can tell a rule about the clients
+# What the simulator can tell a rule about the clients.
+MEASURED = ("losses", "sizes", "accuracies", "fairness", "fairness_global")
 AUTO = "auto"
 
 
@@ -51,7 +52,7 @@ class Experiment:
     data: str = "digits"
     data_dir: str | None = None
     data_options: Mapping[str, Any] = field(default_factory=dict)
-    partition: str = AUTO  # the data's own clients where it has them, else two classes a client
+    partition: str = AUTO  # what the data asks for, its own clients where it has them, else two classes a client
     partition_options: Mapping[str, Any] = field(default_factory=dict)
     clients: int | None = None  # None: what the partition knows itself, else 30
     split: tuple[float, float, float] | str | None = None  # train, validation, test; None: what the data set asks for
@@ -335,7 +336,7 @@ def draw_partition(dataset: Dataset, experiment: Experiment, seed: int) -> Parti
     """Who holds which samples under a seed."""
     spec = experiment.partition
     if spec == AUTO:
-        spec = "natural" if "client" in dataset.columns else "pat:2"
+        spec = dataset.partition or ("natural" if "client" in dataset.columns else "pat:2")
     clients = experiment.clients
     if clients is None and not spec.startswith(("natural", "shares")) and "clients=" not in spec:
         clients = CLIENTS
@@ -424,7 +425,8 @@ def load_runs(out: str | Path) -> Runs:
     folder.must_be_started()
     chosen = load_toml(folder.path / DESCRIPTION)
     runs = [
-        Run(replace(chosen, seeds=(seed,)), seed, *folder.read(seed), folder=folder.seed(seed)) for seed in chosen.seeds
+        Run(replace(chosen, seeds=(seed,)), seed, *folder.read(seed), folder=folder.seed(seed), cells=folder.cells)
+        for seed in chosen.seeds
     ]
     notes = []
     if folder.diverged is not None:
@@ -444,9 +446,7 @@ def _play(chosen: Experiment, recorder: Recorder) -> Runs:
 
 def _notes(simulation: Simulation, runs: Runs) -> list[str]:
     """What a careful reader of the results should know."""
-    notes = []
-    for replica in simulation.replicas:
-        notes += [f"seed {replica.seed}: {note}" for note in replica.partition.notes]
+    notes = said_once({f"seed {replica.seed}": replica.partition.notes for replica in simulation.replicas})
     for one in runs:
         lost = int((~np.isfinite(one.losses) & (one.test_samples > 0)).sum())
         if lost:
@@ -470,6 +470,8 @@ def _runs_of(experiment: Experiment, recorder: Recorder) -> list[Run]:
             model={name: tensor[0].cpu().clone() for name, tensor in shared.items()} | still,
             personal=None if own is None else {name: tensor.cpu().contiguous() for name, tensor in own.items()},
             partition=replica.partition,
+            cells=simulation.cells,
+            predicted=replica.predicted,
         )
         runs.append(one)
     return runs

@@ -42,10 +42,11 @@ import torch
 
 from evenhand import storage
 from evenhand.checks import EvenhandError, NoUsableClient
+from evenhand.constraints import Cells
 from evenhand.engine import checkpoint
 from evenhand.engine.simulation import Simulation
 from evenhand.fairness import curves
-from evenhand.runs import MODEL, PERSONAL, Integers
+from evenhand.runs import BY_CLIENT, MODEL, PERSONAL, Integers, by_client_text
 
 if TYPE_CHECKING:
     from evenhand.runs import Runs
@@ -61,6 +62,8 @@ TABLES = ("table.md", "table.tex", "table.csv")
 ROUNDS = "rounds.jsonl"
 TIMING = "timing.jsonl"
 CLIENTS = "clients.csv"
+PREDICTED = "predicted.jsonl"  # where there are groups: how often each class is predicted, by cell, at each evaluation
+CELLS = "groups.json"  # what the cells are
 NEWEST, CURRENT, PREVIOUS = (f"checkpoint{word}.safetensors" for word in (".new", "", ".previous"))
 COLUMNS = ("round", "client", "accuracy", "loss", "test_samples")
 
@@ -263,15 +266,17 @@ class RunFolder(Folder):
         """Write down who holds what, and with which versions, where that is not there yet."""
         if not (self.path / PARTITION).is_file():
             storage.write_bytes(self.path / PARTITION, partition_text(simulation).encode())
+        if simulation.cells is not None and not (self.path / CELLS).is_file():
+            write_json(self.path / CELLS, simulation.cells.to_dict())
         if not (self.path / VERSIONS).is_file():
             write_json(self.path / VERSIONS, {**versions(simulation.device), "started": now(), "resumed": []})
 
     def clear(self) -> None:
         """Remove the files of a run, and nothing else; the description last, so that it can be done again."""
-        for name in (SUMMARY, VERSIONS, PARTITION, REPORT, DIVERGED, NEWEST, CURRENT, PREVIOUS):
+        for name in (SUMMARY, VERSIONS, PARTITION, CELLS, REPORT, DIVERGED, NEWEST, CURRENT, PREVIOUS):
             (self.path / name).unlink(missing_ok=True)
         for place in self.path.glob("seed-*"):
-            for name in (ROUNDS, TIMING, CLIENTS, MODEL, PERSONAL):
+            for name in (ROUNDS, TIMING, CLIENTS, PREDICTED, BY_CLIENT, MODEL, PERSONAL):
                 (place / name).unlink(missing_ok=True)
             sweep(place)
             with contextlib.suppress(OSError):
@@ -288,7 +293,14 @@ class RunFolder(Folder):
         place = self.seed(seed)
         rounds = [json.loads(line) for line in _whole_lines(place / ROUNDS)]
         names, counts, evaluations = _read_clients(place / CLIENTS)
+        _add_predicted(place / PREDICTED, evaluations)
         return names, counts, rounds, evaluations
+
+    @property
+    def cells(self) -> Cells | None:
+        """What the cells are, where there are groups."""
+        path = self.path / CELLS
+        return Cells.from_dict(json.loads(path.read_text())) if path.is_file() else None
 
 
 class ComparisonFolder(Folder):
@@ -392,7 +404,11 @@ class Record:
         _append(place / ROUNDS, "".join(f"{to_json(entry)}\n" for entry in fresh))
         times = ({"round": entry["round"], "seconds": seconds} for entry, seconds in timed)
         _append(place / TIMING, "".join(f"{to_json(entry)}\n" for entry in times))
-        _append(place / CLIENTS, self._rows(self.evaluations[self.evaluations_written :]))
+        measured = self.evaluations[self.evaluations_written :]
+        _append(place / CLIENTS, self._rows(measured))
+        counted = [{"round": e["round"], "predicted": e["predicted"]} for e in measured if "predicted" in e]
+        if counted:
+            _append(place / PREDICTED, "".join(f"{to_json(entry)}\n" for entry in counted))
         self.rounds_written, self.evaluations_written = len(self.rounds), len(self.evaluations)
 
     def _rows(self, entries: Sequence[Mapping[str, Any]]) -> str:
@@ -405,6 +421,14 @@ class Record:
             accuracies, losses = map(_cells, (entry["accuracies"], entry["losses"]))
             table.writerows(zip([entry["round"]] * len(counts), self.names, accuracies, losses, counts, strict=True))
         return text.getvalue()
+
+
+def _add_predicted(path: Path, evaluations: Sequence[dict[str, Any]]) -> None:
+    """Put the predictions by cell beside the evaluations that they belong to."""
+    found = {entry["round"]: entry["predicted"] for entry in map(json.loads, _whole_lines(path))}
+    for entry in evaluations:
+        if entry["round"] in found:
+            entry["predicted"] = np.array(found[entry["round"]], dtype=np.int64)
 
 
 def _cells(values: Any) -> list[str]:
@@ -599,9 +623,11 @@ class Recorder:
             _cut(place / name, lambda line: json.loads(line)["round"] < reached)
         started = reached > 0
         _cut(place / CLIENTS, lambda line: started and _belongs(line, reached))
+        _cut(place / PREDICTED, lambda line: started and json.loads(line)["round"] <= reached)
         record.rounds = [json.loads(line) for line in _whole_lines(place / ROUNDS)]
         record.seconds = [json.loads(line)["seconds"] for line in _whole_lines(place / TIMING)]
         _, _, record.evaluations = _read_clients(place / CLIENTS)
+        _add_predicted(place / PREDICTED, record.evaluations)
         measured = 1 + reached // self.simulation.settings.eval_every if reached else 0
         if len(record.rounds) != reached or len(record.evaluations) < measured:
             raise EvenhandError(
@@ -637,6 +663,9 @@ class Recorder:
             self._flush()
             for run in runs:
                 run.folder = self.folder.seed(run.seed)
+                if run.cells is not None and run.predicted is not None:
+                    rows = by_client_text(run.names, run.cells, run.predicted)
+                    storage.write_bytes(run.folder / BY_CLIENT, rows.encode())
                 for name, tensors in ((MODEL, run.model), (PERSONAL, run.personal)):
                     if tensors is not None:
                         storage.write_bytes(run.folder / name, save(tensors, {"format": "pt"}))

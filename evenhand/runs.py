@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cached_property
@@ -11,9 +13,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
+from evenhand.chance import wilson
 from evenhand.checks import EvenhandError
+from evenhand.constraints import Cells
+from evenhand.counts import CLIENT_MEASURES, client_measures
 from evenhand.data import Partition
 from evenhand.fairness import MEASURES, ClientFairness, Summary, client_fairness, curves
+from evenhand.tables import pandas_or_hint
 
 if TYPE_CHECKING:
     from evenhand.experiment import Experiment
@@ -22,17 +28,19 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 
 MODEL = "model.safetensors"
+BY_CLIENT = "predicted_by_client.csv"  # where there are groups: who got which prediction, at the end
 PERSONAL = "personal.safetensors"
 OF_LOSSES = ("mean", "std", "worst", "best")
 
 
-def pandas_or_hint() -> Any:
-    """pandas, or how to get it."""
-    try:
-        import pandas
-    except ImportError as missing:
-        raise EvenhandError("tables need pandas: pip install 'evenhand[report]' (or pip install pandas)") from missing
-    return pandas
+def said_once(notes: Mapping[str, Sequence[str]]) -> list[str]:
+    """Notes with the name of the one they are about; what holds for all is said once, without a name.
+
+    >>> said_once({"seed 0": ["shared", "small"], "seed 1": ["shared"]})
+    ['shared', 'seed 0: small']
+    """
+    shared = [note for note in next(iter(notes.values()), ()) if all(note in told for told in notes.values())]
+    return shared + [f"{name}: {note}" for name, told in notes.items() for note in told if note not in shared]
 
 
 @dataclass
@@ -53,6 +61,10 @@ class Run:
     """Where clients train models of their own (Ditto): the same tensors with the clients as leading axis."""
     partition: Partition | None = field(default=None, repr=False)
     folder: Path | None = None
+    cells: Cells | None = field(default=None, repr=False)
+    """Where the data has sensitive attributes: the groups they make, and the cells by group and label."""
+    predicted: Integers | None = field(default=None, repr=False)
+    """How often each class is predicted at the end, clients x cells x classes; not kept by a run read back."""
 
     def __str__(self) -> str:
         return f"{self.experiment}, seed {self.seed}: {self.fairness.sentence()}"
@@ -99,7 +111,27 @@ class Run:
             "pooled_loss": np.array([entry["pooled_loss"] for entry in self.evaluations]),
             **{name: found[name] for name in MEASURES},
             **{f"loss_{name}": found[f"losses.{name}"] for name in OF_LOSSES},
+            **self._group_curves(accuracies),
         }
+
+    def _group_curves(self, accuracies: Floats) -> dict[str, Floats]:
+        """Group fairness over the evaluations, and mFairFL's client fairness beside it."""
+        if self.cells is None or any("predicted" not in entry for entry in self.evaluations):
+            return {}
+        by_cell = self.cells.measures(np.array([entry["predicted"] for entry in self.evaluations]))
+        clients = [client_measures(np.nan_to_num(row) * self.test_samples, self.test_samples) for row in accuracies]
+        return by_cell | {name: np.array([float(entry[name]) for entry in clients]) for name in CLIENT_MEASURES}
+
+    def groups(self) -> Any:
+        """One row a group: how many samples, how often right, how often each class is predicted (a pandas frame)."""
+        return pandas_or_hint().DataFrame(self.group_rows())
+
+    def group_rows(self) -> list[dict[str, Any]]:
+        """Each group of the test data at the end, with Wilson intervals of its rates."""
+        if self.cells is None or "predicted" not in self._last:
+            raise EvenhandError("the data names no sensitive attribute, so there are no groups; name one (--sensitive)")
+        tables = self.cells.tables(np.asarray(self._last["predicted"]))
+        return [row for name, table in zip(self.cells.names, tables, strict=True) for row in [_group_row(name, table)]]
 
     def measures(self) -> dict[str, float]:
         """Every measure at the end, by name."""
@@ -142,6 +174,13 @@ class Run:
             self.personal = self._tensors(PERSONAL, "no models of their own for the clients")
         return self.personal
 
+    def load_predicted(self) -> Integers | None:
+        """How often each class is predicted for each client's test samples of each cell (clients x cells x classes)."""
+        path = None if self.folder is None else self.folder / BY_CLIENT
+        if self.predicted is None and self.cells is not None and path is not None and path.is_file():
+            self.predicted = read_by_client(path, self.names, self.cells)
+        return self.predicted
+
     def _tensors(self, name: str, otherwise: str) -> dict[str, Tensor]:
         if self.folder is None or not (self.folder / name).is_file():
             raise EvenhandError(f"seed {self.seed} has {otherwise}")
@@ -152,6 +191,45 @@ class Run:
     def report(self, path: str | Path = "report.html") -> Path:
         """Write a page about this seed that needs nothing else to be read."""
         return Runs(self.experiment, [self]).report(path)
+
+
+def by_client_text(names: Sequence[str], cells: Cells, predicted: Integers) -> str:
+    """Who got which prediction: one row a client, joint group, label and class that occurs."""
+    text = io.StringIO()
+    table = csv.writer(text, lineterminator="\n")
+    table.writerow(("client", "group", "label", "predicted", "samples"))
+    labels = cells.labels or tuple(map(str, range(cells.classes)))
+    for client, cell, answer in np.argwhere(predicted).tolist():
+        group, label = divmod(cell, cells.classes)
+        count = int(predicted[client, cell, answer])
+        table.writerow((names[client], cells.crossed[group], labels[label], labels[answer], count))
+    return text.getvalue()
+
+
+def read_by_client(path: Path, names: Sequence[str], cells: Cells) -> Integers:
+    """Read back what `by_client_text` wrote."""
+    labels = cells.labels or tuple(map(str, range(cells.classes)))
+    found = np.zeros((len(names), cells.count, cells.classes), dtype=np.int64)
+    clients, groups, classes = (
+        {word: place for place, word in enumerate(words)} for words in (names, cells.crossed, labels)
+    )
+    for client, group, label, answer, count in list(csv.reader(path.read_text().splitlines()))[1:]:
+        found[clients[client], groups[group] * cells.classes + classes[label], classes[answer]] = int(count)
+    return found
+
+
+def _group_row(name: str, table: Any) -> dict[str, Any]:
+    """A group's rates from its counts, labels x predictions."""
+    count, right = int(table.sum()), int(np.trace(table))
+    low, high = wilson(right, count, 0.95)
+    attribute, _, group = name.partition("=")
+    found = {"attribute": attribute, "group": group, "samples": count, "accuracy": right / count if count else np.nan}
+    found |= {"low": float(low), "high": float(high)}
+    of_label, predicted = table.sum(1), table.sum(0)
+    for place in range(len(table)) if len(table) > 2 else (1,):
+        found[f"predicted_{place}"] = predicted[place] / count if count else np.nan
+        found[f"found_{place}"] = table[place, place] / of_label[place] if of_label[place] else np.nan
+    return found
 
 
 class Runs(Sequence[Run]):
@@ -178,7 +256,8 @@ class Runs(Sequence[Run]):
 
     def __str__(self) -> str:
         several = f", {len(self)} seeds" if len(self) > 1 else ""
-        return f"{self.experiment}{several}\n{self.fairness.sentence()}"
+        groups = f"\n{self.group_sentence()}" if self.group_sentence() else ""
+        return f"{self.experiment}{several}\n{self.fairness.sentence()}{groups}"
 
     @property
     def fairness(self) -> ClientFairness:
@@ -213,6 +292,22 @@ class Runs(Sequence[Run]):
             "std": spread,
             "seeds": seeds,
         }
+
+    def group_sentence(self) -> str:
+        """How differently groups of people are treated at the end."""
+        cells = self._runs[0].cells
+        if cells is None:
+            return ""
+        value = 100 * self.measured("dp").mean()
+        rows = [run.group_rows() for run in self._runs]
+        right = {
+            name: float(np.mean([seed[place]["accuracy"] for seed in rows])) for place, name in enumerate(cells.names)
+        }
+        worst = min(right, key=lambda name: right[name])
+        return (
+            f"Of the groups, {worst} is served worst: {100 * right[worst]:.1f}% right. A class is predicted for a "
+            f"group up to {value:.1f} points more or less often than for everyone (demographic parity)."
+        )
 
     def report(self, path: str | Path | None = None) -> Path:
         """Write a page about the run that needs nothing else to be read; default: into the run's folder."""

@@ -14,6 +14,7 @@ STREAMS = {
     "stragglers": 7,
     "batches": 8,
     "data": 9,
+    "shuffles": 10,
 }
 
 

@@ -1,9 +1,11 @@
-"""What there is (methods, models, data sets, partitions) as sequences that print as aligned tables."""
+"""Tables: aligned text, pandas frames, and listings (methods, models, data sets, partitions) that print as such."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, TypeVar
+
+from evenhand.checks import EvenhandError
 
 Entry = TypeVar("Entry")
 
@@ -31,3 +33,12 @@ def text_table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
         ]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
+
+
+def pandas_or_hint() -> Any:
+    """pandas, or how to get it."""
+    try:
+        import pandas
+    except ImportError as missing:
+        raise EvenhandError("tables need pandas: pip install 'evenhand[report]' (or pip install pandas)") from missing
+    return pandas

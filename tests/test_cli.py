@@ -52,7 +52,7 @@ def test_every_command_explains_itself(evenhand, command):
     assert command in listed
 
 
-@pytest.mark.parametrize("command", ["run", "compare", "partitions", "report", "methods"])
+@pytest.mark.parametrize("command", ["run", "compare", "partitions", "report", "methods", "datasets"])
 def test_help_shows_examples_line_by_line(evenhand, command):
     lines = [line.strip() for line in evenhand(command, "--help")[1].splitlines()]
     assert any(line.startswith(f"evenhand {command}") for line in lines)
@@ -111,11 +111,33 @@ def test_your_own_table(evenhand):
     assert re.search(r"^a +\d+ ", said, flags=re.MULTILINE)
 
 
+def test_groups_of_people(evenhand):
+    lines = [f"{'abc'[i % 3]},{18 + i % 60},{'FM'[i % 2]},{i % 4 // 2}" for i in range(240)]
+    Path("my.csv").write_text("site,age,sex,y\n" + "\n".join(lines) + "\n")
+    options = ["--data", "my.csv", "--client-column", "site", "--sensitive", "sex,age:30,50"]
+    code, said, complained = evenhand("partitions", "natural", *options)
+    assert (code, complained) == (0, "")
+    assert re.search(r"labels +sex +age_band\n", said)
+    assert re.search(r"F: 40, M: 40  <30: \d+, 30-49: \d+, 50\+: \d+\n", said)
+    found = json.loads(evenhand("partitions", "natural", *options, "--json")[1])
+    assert found["sensitive"]["sex"] == {"groups": ["F", "M"], "counts": [[40, 40]] * 3}
+    code, _, complained = evenhand("run", *options[:-1], "sex,age", "--rounds", "1")
+    assert code == 2
+    assert "'age' holds 60 different values" in complained
+    code, _, complained = evenhand("run", *options, "--rounds", "1", "--model", "logistic", "--split", "0.8,0,0.2")
+    assert code == 0
+    assert complained.startswith("note: the inputs were standardised")
+    assert load_toml("runs/my-even-1/experiment.toml").data_options["sensitive"] == "sex,age:30,50"
+    assert "3 clients" in evenhand("partitions", "auto", "--data", "synthetic-groups")[1]
+    three = evenhand("partitions", "auto", "--data", "synthetic-groups", "--set", "data_options.groups=3")[1]
+    assert "4 clients" in three
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["run", "fedavgg"], "unknown method 'fedavgg'; did you mean 'fedavg'?"),
-        (["run", "fairfed"], "fairfed needs fairness and fairness_global, which the simulator does not measure"),
+        (["run", "fairfed"], "fairfed looks at groups of people, and digits names no sensitive attribute"),
         (["run", "--data", "digist"], "unknown data set 'digist'; did you mean 'digits'?"),
         (["run", "--set", "method.alpha"], "not of the form NAME=VALUE"),
         (["run", "--set", "wrok.lr=1"], "did you mean 'work"),
@@ -136,7 +158,7 @@ def test_your_own_table(evenhand):
         (["compare", "fedavg", "even", "--export", "table.docx"], "not as 'table.docx'"),
         (["compare", "fedavg", "even", "--export", "no/table.md"], "there is no folder 'no'"),
         (["compare", "fedavg", "even", "--set", "method.gamma=2"], "each method's settings with its name"),
-        (["compare", "fedavg", "fairfed"], "fairfed needs fairness"),
+        (["compare", "fedavg", "fairfed"], "fairfed looks at groups of people"),
         (["partitions", "pat:2", "--picture", "who.docx"], "a picture is written as .png"),
         (["partitions", "pat:2", "--picture", "no/who.png"], "cannot write to 'no/who.png'"),
         (["report", "nowhere"], "there is no folder 'nowhere'"),
@@ -298,6 +320,22 @@ def test_one_method_and_one_partition(evenhand):
     assert len(found["train"]) == len(found["labels"]) == 5
 
 
+def test_one_data_set(evenhand):
+    code, said, _ = evenhand("datasets", "synthetic-groups")
+    assert code == 0
+    assert said.startswith("synthetic-groups: FedFB's people")
+    assert "options   samples = 5000\n          groups = 2\n" in said
+    assert "y ~ Bernoulli(0.6)" in said
+    assert "options" not in evenhand("datasets", "digits")[1]
+    assert evenhand("datasets", "synthetic:1,1")[1].startswith("synthetic:ALPHA,BETA")
+    assert evenhand("datasets", "my.csv")[1].startswith("PATH.csv")
+    (only,) = json.loads(evenhand("datasets", "adult", "--json")[1])
+    assert only["options"]["sensitive"] == "sex"
+    code, _, complained = evenhand("datasets", "adlt")
+    assert code == 2
+    assert "did you mean 'adult'?" in complained
+
+
 def test_tables_and_bars_on_a_terminal(evenhand, monkeypatch):
     monkeypatch.setattr(sys.stdout.__class__, "isatty", lambda self: True, raising=False)
     monkeypatch.setattr(sys.stderr.__class__, "isatty", lambda self: True, raising=False)
@@ -364,8 +402,8 @@ DOCUMENT = ROOT / "docs" / "simulator.md"
 
 def test_the_commands_in_the_document_work(evenhand):
     rng = np.random.default_rng(0)
-    lines = [f"{'abcd'[i % 4]},{rng.normal():.3f},{rng.normal():.3f},{i % 2}" for i in range(160)]
-    Path("my.csv").write_text("site,height,weight,y\n" + "\n".join(lines) + "\n")
+    lines = [f"{'abcd'[i % 4]},{'FM'[i % 3 // 2]},{18 + i % 60},{rng.normal():.3f},{i % 2}" for i in range(160)]
+    Path("my.csv").write_text("site,sex,age,weight,y\n" + "\n".join(lines) + "\n")
     blocks = re.findall(r"```sh\n(.*?)```", DOCUMENT.read_text(), flags=re.DOTALL)
     commands = [line for block in blocks for line in block.splitlines() if line.startswith("evenhand ")]
     assert len(commands) > 8

@@ -17,6 +17,7 @@ from typing import Any
 
 from evenhand.checks import EvenhandError, near_miss
 from evenhand.data import builtin, cifar, leaf, own, people, vision
+from evenhand.data.attributes import Attribute, Groups
 from evenhand.data.dataset import Dataset
 from evenhand.data.files import Alternatives, Shelf
 from evenhand.data.optional import PACKAGES
@@ -25,9 +26,11 @@ from evenhand.data.splitting import Split
 from evenhand.tables import Listing, text_table
 
 __all__ = [
+    "Attribute",
     "Dataset",
     "DatasetInfo",
     "DatasetTable",
+    "Groups",
     "Partition",
     "PartitionInfo",
     "PartitionTable",
@@ -82,6 +85,7 @@ ENTRIES: dict[str, Entry] = {
         Entry("digits", "1,797", "10", "1x8x8", "scikit-learn", builtin.digits, package="sklearn"),
         Entry("synthetic:ALPHA,BETA", "varies", "10", "60", "generated", builtin.synthetic),
         Entry("synthetic-iid", "varies", "10", "60", "generated", builtin.synthetic_iid),
+        Entry("synthetic-groups", "5,000", "2", "3", "generated", builtin.synthetic_groups),
         Entry(
             "fashion-mnist",
             "70,000",
@@ -188,6 +192,8 @@ class DatasetInfo:
     available: str
     """`yes`, the folder its files are in, `on download`, `no files`, or the package it needs."""
     options: Mapping[str, Any]
+    details: str
+    """What else there is to say: its options, its departures from a paper."""
 
 
 class DatasetTable(Listing[DatasetInfo]):
@@ -199,14 +205,15 @@ class DatasetTable(Listing[DatasetInfo]):
         return text_table(rows, right=(1, 2))
 
 
-def datasets(data_dir: str | Path | None = None) -> DatasetTable:
-    """Every known data set: size, classes, shape, what it is, where it comes from, whether it is available here."""
+def datasets(data_dir: str | Path | None = None, name: str | None = None) -> DatasetTable:
+    """Every known data set, or one: size, classes, shape, what it is, where from, whether it is available here."""
     shelf = Shelf.at(data_dir)
-    return DatasetTable([_info(entry, shelf) for entry in ENTRIES.values()])
+    chosen = [entry for entry in ENTRIES.values() if name in (None, entry.name, entry.name.partition(":")[0])]
+    return DatasetTable([_info(entry, shelf) for entry in chosen or [_entry(str(name))[0]]])
 
 
 def _info(entry: Entry, shelf: Shelf) -> DatasetInfo:
-    summary = (entry.load.__doc__ or "").strip().split("\n")[0]
+    summary, _, details = inspect.cleandoc(entry.load.__doc__ or "").partition("\n")
     return DatasetInfo(
         entry.name,
         entry.samples,
@@ -216,6 +223,7 @@ def _info(entry: Entry, shelf: Shelf) -> DatasetInfo:
         entry.origin,
         entry.available(shelf),
         _options(entry.load),
+        details.strip(),
     )
 
 

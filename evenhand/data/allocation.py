@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from evenhand.checks import EvenhandError, choice, flag, near_miss, number
+from evenhand.data.attributes import UNKNOWN, Attribute
 from evenhand.data.splitting import apportion
 
 CLIENTS = 100  # when the caller names no number
@@ -15,12 +16,14 @@ CLIENTS = 100  # when the caller names no number
 
 @dataclass(frozen=True)
 class Pool:
-    """The samples to hand out: their labels, and their columns by name."""
+    """The samples to hand out: their labels, their columns by name, and groups of them by the names of columns."""
 
     name: str
     labels: np.ndarray
     classes: int
     column: Callable[[str], np.ndarray]
+    groups: Callable[[Sequence[str]], Attribute]
+    sensitive: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -274,10 +277,10 @@ def _at_least(min_size: int | None) -> str:
     return f" of at least min_size={min_size} samples" if min_size else ""
 
 
-# mFairFL's two tables, in percent: the shares of group 0 and of group 1 that each of five clients gets.
+# mFairFL's two tables, in percent: what each of five clients gets of its group 0, and what of its group 1.
 SHARES = {
-    "low": "30/30/20/10/10,10/20/20/20/30",
-    "high": "50/10/10/20/10,10/40/30/10/10",
+    "low": ("30/30/20/10/10", "10/20/20/20/30"),
+    "high": ("50/10/10/20/10", "10/40/30/10/10"),
 }
 
 
@@ -290,54 +293,71 @@ def shares(
     *,
     by: str = "sensitive",
 ) -> Allocation:
-    """Given shares of each group of column `by` to each client: `low` and `high` (mFairFL), or a table.
+    """Given shares of each group to each client: `low` and `high` (mFairFL, five clients), or a table.
 
-    A table lists the groups in sorted order, `30/30/40,10/20/70`, or by name, `Private=80/20,*=20/80` (`*`: all
-    others).
+    The groups are those of the first sensitive attribute, or of column `by` (`sex+race`: of both, crossed). A table
+    lists them in sorted order, `30/30/40,10/20/70`, or by name, `Private=80/20,*=20/80` (`*`: all others).
+
+    mFairFL says neither which group is its group 0, nor how it hands out more than two groups or two attributes. Here
+    the smallest group (unknown apart) is group 0 (Adult and COMPAS: women; Bank: the remaining ages, which the paper
+    calls disadvantaged), all others are group 1, and of two attributes the first decides.
     """
-    groups, place = np.unique(pool.column(by), return_inverse=True)
-    table = _share_table(argument, [str(group) for group in groups], by)
+    names = pool.sensitive[:1] if by == "sensitive" else tuple(name.strip() for name in by.split("+"))
+    if not names:
+        raise EvenhandError(
+            f"shares:{argument} hands out groups of people, but {pool.name} has no sensitive attribute; name one "
+            "(--sensitive, sensitive=...), or any column (by=...)"
+        )
+    groups = pool.groups(names)
+    table = _share_table(argument, groups)
     count = table.shape[1]
     if clients not in (None, count):
-        raise EvenhandError(f"shares:{argument} is a table for {count} clients, not clients={clients}")
+        raise EvenhandError(
+            f"shares:{argument} is a table for {count} clients, not clients={clients}; leave clients out, or choose "
+            "another partition"
+        )
     owner = np.empty(len(pool), np.int64)
     for group, row in enumerate(table):
-        members = rng.permutation(np.flatnonzero(place == group))
+        members = rng.permutation(np.flatnonzero(groups.codes == group))
         owner[members] = np.repeat(np.arange(count), apportion(len(members), row))
     return Allocation(owner, count)
 
 
-def _share_table(argument: str, groups: list[str], by: str) -> np.ndarray:
+def _share_table(argument: str, groups: Attribute) -> np.ndarray:
     """One row of shares per group, each summing to one."""
-    written = SHARES.get(argument, argument)
-    rows: dict[str, np.ndarray] = {}
-    pieces = [piece.strip() for piece in written.split(",") if piece.strip()]
-    if "/" not in written:
+    names, by = groups.values, groups.name
+    if argument in SHARES:
+        first, others = (_share_row(figures, figures) for figures in SHARES[argument])
+        sizes = {name: size for name, size in zip(names, groups.counts, strict=True) if size and name != UNKNOWN}
+        smallest = min(sizes, key=sizes.__getitem__, default=UNKNOWN)
+        return np.stack([first if name == smallest else others for name in names])
+    if "/" not in argument:
         hint = "needs 'low', 'high' or a table such as 30/30/40,10/20/70"
         raise EvenhandError(f"shares:{argument} {hint}{near_miss(argument, SHARES)}")
+    rows: dict[str, np.ndarray] = {}
+    pieces = [piece.strip() for piece in argument.split(",") if piece.strip()]
     for place, piece in enumerate(pieces):
         name, equals, figures = piece.rpartition("=")
-        if not equals and len(pieces) != len(groups):
+        if not equals and len(pieces) != len(names):
             raise EvenhandError(
-                f"shares:{argument} has {len(pieces)} rows, but column {by!r} has {len(groups)} groups ("
-                f"{', '.join(groups[:6])}{', ...' if len(groups) > 6 else ''}); "
+                f"shares:{argument} has {len(pieces)} rows, but {by!r} has {len(names)} groups ({_few(names)}); "
                 "name them, GROUP=SHARES, with * for all others"
             )
-        name = name.strip() if equals else groups[place]
-        if name not in (*groups, "*"):
-            raise EvenhandError(
-                f"shares: column {by!r} has no group {name!r}{near_miss(name, groups)} ({', '.join(groups)})"
-            )
+        name = name.strip() if equals else names[place]
+        if name not in (*names, "*"):
+            raise EvenhandError(f"shares: {by!r} has no group {name!r}{near_miss(name, names)} ({_few(names)})")
         rows[name] = _share_row(figures, piece)
-    for group in groups:
-        if group not in rows and "*" not in rows:
-            raise EvenhandError(
-                f"shares:{argument} says nothing of group {group!r} of {by!r}; add {group}=... or *=..."
-            )
-    table = [rows.get(group, rows.get("*", np.empty(0))) for group in groups]
+    for name in names:
+        if name not in rows and "*" not in rows:
+            raise EvenhandError(f"shares:{argument} says nothing of group {name!r} of {by!r}; add {name}=... or *=...")
+    table = [rows.get(name, rows.get("*", np.empty(0))) for name in names]
     if len({len(row) for row in table}) > 1:
         raise EvenhandError(f"shares:{argument}: every row must name the same number of clients")
     return np.stack(table)
+
+
+def _few(names: Sequence[str], most: int = 6) -> str:
+    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
 
 
 def _share_row(figures: str, piece: str) -> np.ndarray:

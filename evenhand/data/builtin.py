@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,13 @@ from evenhand.data.optional import missing_hint
 from evenhand.streams import stream
 
 DIMENSION, CLASSES = 60, 10  # of the synthetic data
+
+# FedFB's population: the share of class 1, and the mean and covariance of the two inputs in each class.
+POSITIVE = 0.6
+MEANS = np.array([[-2.0, -2.0], [2.0, 2.0]])
+COVARIANCES = np.array([[[10.0, 1.0], [1.0, 3.0]], [[5.0, 1.0], [1.0, 5.0]]])
+# Its clients: what each gets of group 0, of group 1, ...
+HOLDERS = {2: "shares:20/40/40,50/30/20", 3: "shares:50/30/10/10,10/30/30/30,20/30/30/20"}
 
 
 def digits() -> Dataset:
@@ -113,3 +121,87 @@ def _federation(
         columns={"client": owner},
         source=f"generated: {clients} clients, sizes int(lognormal({mean:g}, {sigma:g})) + {base}, seed {seed}",
     )
+
+
+def synthetic_groups(
+    *,
+    samples: int = 5000,
+    groups: int = 2,
+    angle: float | str | Sequence[float] = 45.0,
+    include_sensitive: bool = True,
+    test: float = 0.3,
+    seed: int = 0,
+) -> Dataset:
+    """FedFB's people in the plane: two classes, and a group z that goes with the class.
+
+    y ~ Bernoulli(0.6); x ~ N((-2, -2), [[10, 1], [1, 3]]) for y = 0 and N((2, 2), [[5, 1], [1, 5]]) for y = 1. With x'
+    = x turned by `angle` degrees, z = 1 with probability p(x' | y=1) / (p(x' | y=1) + p(x' | y=0)) (Zafar et al.,
+    2017: the smaller the angle, the closer z goes with y). Several angles, `45,90`, give as many attributes, z1, z2.
+    groups=3 is FedFB's other variant, without turning: with r the same ratio at x itself, z = 0, 1, 2 with probability
+    0.7 r, 0.3, 0.7 (1 - r).
+
+    3,500 samples are to train on and 1,500 to test on (`samples` in all, the share `test` of them). FedFB's three
+    clients (for three groups: four) hold given shares of each group; it tests on all test samples at once, here each
+    client gets the same shares of them. As in its code, z is an input unless include_sensitive=False.
+    """
+    number("samples", samples, low=10, whole=True)
+    number("test", test, low=0.01, high=0.9)
+    number("seed", seed, low=0, whole=True)
+    number("groups", groups, low=2, high=3, whole=True)
+    flag("include_sensitive", include_sensitive)
+    angles = _angles(angle, groups)
+    rng = stream(seed, "data", 2)
+    targets = (rng.random(samples) < POSITIVE).astype(np.int64)
+    spread = np.linalg.cholesky(COVARIANCES)[targets]
+    x = MEANS[targets] + (spread @ rng.standard_normal((samples, 2, 1)))[..., 0]
+    if groups == 3:
+        ratio = _ratio(x)
+        edges = np.cumsum([0.7 * ratio, np.full(samples, 0.3)], axis=0)
+        people = {"z": (rng.random(samples) >= edges).sum(axis=0)}
+    else:
+        names = ["z"] if len(angles) == 1 else [f"z{place}" for place in range(1, len(angles) + 1)]
+        people = {
+            name: (rng.random(samples) < _ratio(x @ _turn(degrees).T)).astype(np.int64)
+            for name, degrees in zip(names, angles, strict=True)
+        }
+    inputs = np.column_stack([x, *people.values()]) if include_sensitive else x
+    return Dataset(
+        name="synthetic-groups",
+        inputs=torch.from_numpy(inputs.astype(np.float32)),
+        targets=torch.from_numpy(targets),
+        classes=2,
+        class_names=("0", "1"),
+        train_rows=max(1, round((1 - test) * samples)),
+        columns=people,
+        sensitive=tuple(people),
+        source=f"generated: {samples:,} samples, seed {seed}",
+        split="official",
+        partition=HOLDERS[groups],
+        feature_names=("x1", "x2", *(people if include_sensitive else ())),
+    )
+
+
+def _angles(given: float | str | Sequence[float], groups: int) -> list[float]:
+    try:
+        pieces = given.split(",") if isinstance(given, str) else [given] if isinstance(given, (int, float)) else given
+        angles = [float(piece) for piece in pieces]
+    except (TypeError, ValueError):
+        angles = []
+    if not angles or not np.isfinite(angles).all():
+        raise EvenhandError(f"angle={given!r} must be degrees, one number for each attribute, such as 45 or 45,90")
+    if groups == 3 and angles != [45.0]:
+        raise EvenhandError("groups=3 turns nothing: leave angle out, or groups")
+    return angles
+
+
+def _turn(degrees: float) -> np.ndarray:
+    cosine, sine = np.cos(np.radians(degrees)), np.sin(np.radians(degrees))
+    return np.array([[cosine, -sine], [sine, cosine]])
+
+
+def _ratio(x: np.ndarray) -> np.ndarray:
+    """p(x | y=1) / (p(x | y=1) + p(x | y=0)): the chance of class 1 were both classes equally common."""
+    away = x[:, None, :] - MEANS
+    distances = np.einsum("nci,cij,ncj->nc", away, np.linalg.inv(COVARIANCES), away)
+    logs = -0.5 * (distances + np.log(np.linalg.det(COVARIANCES)))
+    return 1 / (1 + np.exp(np.clip(logs[:, 0] - logs[:, 1], -700, 700)))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
-from evenhand.checks import EvenhandError
+from evenhand.checks import EvenhandError, near_miss
+from evenhand.data.attributes import Attribute, Groups, split_names
 
 Fractions = tuple[float, float, float]  # train, validation, test
 LOCAL_SPLIT: Fractions = (0.8, 0.0, 0.2)
@@ -30,10 +31,14 @@ class Dataset:
     """Rows [0, train_rows) are the official training set, the rest the official test set; None: no official split."""
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)
     """One value per sample: natural clients (`client`), sensitive attributes, ..."""
+    sensitive: tuple[str, ...] = ()
+    """The columns that say who somebody is, by name; see `groups`."""
     source: str = ""
     """Where the data came from, for the record of a run."""
     split: Fractions | str = LOCAL_SPLIT
     """How a partition divides each client's samples unless told otherwise: shares, or "official"."""
+    partition: str = ""
+    """Who holds what unless told otherwise, such as "shares:high"; empty: the data has no opinion."""
     vocabulary: tuple[str, ...] = ()
     """What the token numbers stand for, when the inputs are tokens."""
     feature_names: tuple[str, ...] = ()
@@ -61,6 +66,8 @@ class Dataset:
         for column, values in self.columns.items():
             if len(values) != count:
                 raise EvenhandError(f"{self.name}: column {column!r} has {len(values)} values for {count} samples")
+        for name in self.sensitive:
+            self.column(name)
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -79,7 +86,7 @@ class Dataset:
         return self.targets.numpy()
 
     def describe(self) -> str:
-        """One line: name, samples, classes, shape, official split, columns."""
+        """One line: name, samples, classes, shape, official split, columns, sensitive ones."""
         words = [f"{self.name}: {len(self):,} samples, {self.classes} classes, shape {shape_text(self.shape)}"]
         if self.vocabulary:
             words.append(f"{len(self.vocabulary):,} tokens")
@@ -87,11 +94,14 @@ class Dataset:
             words.append(f"official split {self.train_rows:,} / {len(self) - self.train_rows:,}")
         if self.columns:
             words.append("columns " + ", ".join(self.columns))
+        if self.sensitive:
+            words.append("sensitive " + ", ".join(self.sensitive))
         return "; ".join(words)
 
     def fingerprint(self) -> str:
-        """Sixteen hexadecimal digits that change with any input, target, column or the official split."""
-        digest = hashlib.sha256(f"{tuple(self.inputs.shape)} {self.classes} {self.train_rows}".encode())
+        """Sixteen hexadecimal digits that change with any input, target, column, the official split or `sensitive`."""
+        words = (tuple(self.inputs.shape), self.classes, self.train_rows, *self.sensitive)
+        digest = hashlib.sha256(" ".join(map(str, words)).encode())
         for tensor in (self.inputs, self.targets):
             digest.update(np.ascontiguousarray(tensor.numpy()).data)
         for column in sorted(self.columns):
@@ -103,8 +113,24 @@ class Dataset:
         """One per-sample attribute by name."""
         if name not in self.columns:
             listed = ", ".join(self.columns) or "none"
-            raise EvenhandError(f"{self.name} has no column {name!r} (its columns: {listed})")
+            raise EvenhandError(
+                f"{self.name} has no column {name!r}{near_miss(name, self.columns)} (its columns: {listed})"
+            )
         return self.columns[name]
+
+    def groups(self, names: str | Sequence[str] | None = None) -> Groups:
+        """The groups of the sensitive columns, or of any columns by name, with a number for every sample.
+
+        >>> sex, town = np.array(["F", "M", "M"]), np.array(["Ulm", "", "Ulm"])
+        >>> data = Dataset("three", torch.zeros(3, 1), torch.tensor([0, 1, 1]), 2, columns={"sex": sex, "town": town})
+        >>> found = data.groups("sex,town")
+        >>> found["sex"].values, found["sex"].codes
+        (('F', 'M'), array([0, 1, 1]))
+        >>> found.joint.values, found.joint.codes
+        (('F & Ulm', 'M & Ulm', 'M & unknown'), array([0, 2, 1]))
+        """
+        chosen = self.sensitive if names is None else split_names(names)
+        return Groups(tuple(Attribute.of(name, self.column(name)) for name in chosen))
 
     def select(self, rows: np.ndarray) -> Dataset:
         """The same data set with some rows only; official training rows must stay in front."""

@@ -10,10 +10,11 @@ import numpy as np
 import torch
 
 from evenhand.checks import EvenhandError, near_miss, number
+from evenhand.data.attributes import in_order, sensitive_columns, split_names, spoken
 from evenhand.data.dataset import LOCAL_SPLIT, Dataset
 from evenhand.data.files import read_npz
 from evenhand.data.optional import need
-from evenhand.data.tabular import Table, attributes, holdout, read_csv, split_names, table_dataset, typed
+from evenhand.data.tabular import MOST_LEVELS, Table, holdout, read_csv, table_dataset, typed
 
 MOST_CLASSES = 1000
 MOST_FRACTIONS = 20  # so many different numbers with fractions may still be classes
@@ -26,12 +27,12 @@ def own_file(
     *,
     target: str = "y",
     client_column: str = "",
-    sensitive: str = "",
+    sensitive: str | Sequence[str] = "",
     include_sensitive: bool = True,
     drop: str | Sequence[str] = (),
     inputs: str = "",
     delimiter: str = "",
-    max_levels: int = 200,
+    max_levels: int = MOST_LEVELS,
     test: float = 0.2,
     order: str = "random",
     seed: int = 0,
@@ -40,13 +41,14 @@ def own_file(
 
     In a table every other column is an input: text columns one-hot, numbers standardised, both fitted on the training
     rows (`test` of the rows are drawn as the test set; `order="file"`: the last ones; 0: no split, fitted on all).
-    The client column, the `drop` columns and, if not wanted, the sensitive ones are left out. In an npz file `inputs`
-    names the array of inputs, `target` the labels, and other arrays with one value per sample become columns.
+    `sensitive` columns say who somebody is: `sex,race`, or `age:25,41,65` for bands of a number. The client column, the
+    `drop` columns and, with include_sensitive=False, the sensitive ones are no inputs. In an npz file `inputs` names
+    the array of inputs, `target` the labels, and other arrays with one value per sample become columns.
     """
     if not path.is_file():
         raise EvenhandError(f"there is no file {path}")
     if path.suffix == ".npz":
-        return _own_npz(path, target, inputs, client_column)
+        return _own_npz(path, target, inputs, client_column, sensitive)
     if path.suffix == ".parquet":
         raw = _read_parquet(path)
     else:
@@ -72,7 +74,7 @@ def own_table(
     *,
     target: str,
     client_column: str,
-    sensitive: str,
+    sensitive: str | Sequence[str],
     include_sensitive: bool,
     drop: str | Sequence[str],
     max_levels: int,
@@ -81,7 +83,7 @@ def own_table(
 ) -> Dataset:
     """A data set from any table: which columns are inputs, which describe the samples, which is the target."""
     number("max_levels", max_levels, low=2, whole=True)
-    wanted = [target, *split_names(client_column), *split_names(sensitive), *split_names(drop)]
+    wanted = [target, *split_names(client_column), *split_names(drop)]
     for column in wanted:
         if column not in raw.columns:
             hint = "; name the column to predict with --target (target=...)" if column == target else ""
@@ -89,12 +91,12 @@ def own_table(
                 f"{source} has no column {column!r}{near_miss(column, raw.columns)} "
                 f"(it has {', '.join(raw.columns)}){hint}"
             )
-    labels = _spoken(raw[target])
+    labels = spoken(raw[target])
     if (labels == "").any():
         raise EvenhandError(
             f"{source}: column {target!r} lacks {int((labels == '').sum())} values; a target cannot be missing"
         )
-    class_names = _in_order(np.unique(labels))
+    class_names = in_order(np.unique(labels).tolist())
     if not 2 <= len(class_names) <= MOST_CLASSES:
         raise EvenhandError(
             f"{source}: column {target!r} holds {len(class_names)} different values; "
@@ -107,20 +109,8 @@ def own_table(
         )
     table = typed(raw).with_columns({target: labels})
     hidden = {target, *split_names(client_column), *split_names(drop)}
-    if not include_sensitive:
-        hidden |= set(split_names(sensitive))
     features = [column for column in table.columns if column not in hidden]
-    for column in features:
-        levels = len(np.unique(table[column])) if table.is_text(column) else 0
-        if levels > max_levels:
-            raise EvenhandError(
-                f"{source}: text column {column!r} holds {levels:,} different values, too many for one-hot inputs; "
-                f"leave it out with drop={column!r}, or raise max_levels={max_levels}"
-            )
-    described = [c for c in table.columns if c != target and (table.is_text(c) or c in split_names(sensitive))]
-    columns = attributes(table, described, sensitive)
-    if client_column:
-        columns[client_column] = columns["client"] = _spoken(raw[client_column])
+    clients = {name: spoken(raw[client_column]) for name in (client_column, "client") if client_column}
     return table_dataset(
         name,
         table,
@@ -128,18 +118,12 @@ def own_table(
         features,
         class_names=class_names,
         train_rows=train_rows,
-        columns=columns,
+        sensitive=sensitive,
+        include_sensitive=include_sensitive,
         source=source,
+        columns=clients,
+        max_levels=max_levels,
     )
-
-
-def _spoken(values: np.ndarray) -> np.ndarray:
-    """Values as text, whole numbers without a decimal point."""
-    if values.dtype.kind == "f":
-        whole = values[~np.isnan(values)]
-        if (whole == np.round(whole)).all():
-            return np.array(["" if np.isnan(value) else str(int(value)) for value in values])
-    return values.astype(str)
 
 
 def _is_fraction(word: str) -> bool:
@@ -147,14 +131,6 @@ def _is_fraction(word: str) -> bool:
         return not float(word).is_integer()
     except ValueError:
         return False
-
-
-def _in_order(words: np.ndarray) -> list[str]:
-    """Class names sorted as numbers when they are numbers."""
-    try:
-        return [str(word) for word in sorted(words, key=float)]
-    except ValueError:
-        return [str(word) for word in words]
 
 
 def _read_parquet(path: Path) -> Table:
@@ -178,7 +154,7 @@ def plain_column(values: Sequence[Any], name: str) -> np.ndarray:
     return np.array(["" if value is None else str(value) for value in values])
 
 
-def _own_npz(path: Path, target: str, inputs: str, client_column: str) -> Dataset:
+def _own_npz(path: Path, target: str, inputs: str, client_column: str, sensitive: str | Sequence[str]) -> Dataset:
     arrays = read_npz(path)
     key = inputs or next((name for name in INPUT_NAMES if name in arrays), "")
     for name, said in ((key or "x", "inputs"), (target, "target")):
@@ -195,13 +171,15 @@ def _own_npz(path: Path, target: str, inputs: str, client_column: str) -> Datase
         if client_column not in columns:
             raise EvenhandError(f"{path} has no client column {client_column!r} with one value per sample")
         columns["client"] = columns[client_column]
+    people = sensitive_columns(path.name, columns, sensitive)
     return Dataset(
         name=path.name,
         inputs=_as_inputs(arrays[key], str(path)),
         targets=torch.from_numpy(numbers.astype(np.int64)),
         classes=len(names),
         class_names=tuple(map(str, names)),
-        columns=columns,
+        columns=columns | people,
+        sensitive=tuple(people),
         source=str(path),
     )
 
@@ -228,10 +206,10 @@ def hub(
     input: str = "",
     target: str = "label",
     client_column: str = "",
-    sensitive: str = "",
+    sensitive: str | Sequence[str] = "",
     include_sensitive: bool = True,
     drop: str | Sequence[str] = (),
-    max_levels: int = 200,
+    max_levels: int = MOST_LEVELS,
 ) -> Dataset:
     """Any Hugging Face data set of images or a table.
 
@@ -279,9 +257,10 @@ def hub(
             train_rows=train_rows,
             source=source,
         )
-    labels = _spoken(scalar.pop(target))
-    class_names = _in_order(np.unique(labels))
-    columns: dict[str, np.ndarray] = {column: _spoken(values) for column, values in scalar.items()}
+    labels = spoken(scalar.pop(target))
+    class_names = in_order(np.unique(labels).tolist())
+    people = sensitive_columns(f"hub:{name}", scalar, sensitive)
+    columns = {column: spoken(values) for column, values in (scalar | people).items()}
     if client_column:
         columns["client"] = columns[client_column]
     index = {word: place for place, word in enumerate(class_names)}
@@ -293,6 +272,7 @@ def hub(
         class_names=_hub_names(parts[0], target, class_names),
         train_rows=train_rows,
         columns=columns,
+        sensitive=tuple(people),
         source=source,
         split=LOCAL_SPLIT,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 from evenhand.checks import EvenhandError, choice, near_miss, number, plain_value
 from evenhand.data import allocation
 from evenhand.data.allocation import CLIENTS, Allocation, Pool
+from evenhand.data.attributes import Attribute
 from evenhand.data.dataset import LOCAL_SPLIT, Dataset, Fractions
 from evenhand.data.optional import need
 from evenhand.data.splitting import (
@@ -32,6 +33,10 @@ from evenhand.streams import stream
 from evenhand.tables import Listing, text_table
 
 PICTURES = (".png", ".svg", ".pdf")
+SEEN = (
+    "the inputs were standardised, and their categories found, with rows that clients are tested on; split='official' "
+    "keeps these apart, or in Python data.fitted_on(partition.train.indices)"
+)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -63,23 +68,30 @@ class Partition:
 
     def label_counts(self, dataset: Dataset, part: str = "all") -> np.ndarray:
         """A (clients x classes) table of sample counts, of one part (`train`, `validation`, `test`) or of all."""
+        return self._counts(dataset.labels, dataset.classes, part)
+
+    def group_counts(self, groups: Attribute, part: str = "all") -> np.ndarray:
+        """A (clients x groups) table of sample counts: of `data.groups()["sex"]`, or of `data.groups().joint`."""
+        return self._counts(groups.codes, len(groups.values), part)
+
+    def _counts(self, codes: np.ndarray, kinds: int, part: str) -> np.ndarray:
         choice("part", part, ("all", "train", "validation", "test"))
         known = {"train": self.train, "validation": self.validation, "test": self.test}
-        counts = np.zeros(self.clients * dataset.classes, np.int64)
+        counts = np.zeros(self.clients * kinds, np.int64)
         for name, split in known.items():
             if part in ("all", name):
-                cells = split.owners * dataset.classes + dataset.labels[split.indices]
-                counts += np.bincount(cells, minlength=len(counts))
-        return counts.reshape(self.clients, dataset.classes)
+                counts += np.bincount(split.owners * kinds + codes[split.indices], minlength=len(counts))
+        return counts.reshape(self.clients, kinds)
 
     def table(self, dataset: Dataset, limit: int = 20) -> str:
-        """Client, sizes and labels as text; beyond `limit` clients only the first ones are shown. Notes follow."""
-        counts = self.label_counts(dataset)
-        rows = [["client", "train", "validation", "test", "labels"]]
+        """Client, sizes, labels and groups as text; beyond `limit` clients only the first ones. Notes follow."""
+        told = [("labels", self.label_counts(dataset), dataset.class_names)]
+        told += [(group.name, self.group_counts(group), group.values) for group in dataset.groups()]
+        rows = [["client", "train", "validation", "test", *(head for head, _, _ in told)]]
         for client in range(min(self.clients, limit)):
             name = self.names[client] if self.names else str(client)
             sizes = [f"{len(split[client]):,}" for split in (self.train, self.validation, self.test)]
-            rows.append([name, *sizes, _labels_text(counts[client], dataset.class_names)])
+            rows.append([name, *sizes, *(_counts_text(counts[client], names) for _, counts, names in told)])
         lines = [self.describe(), text_table(rows, right=(1, 2, 3))]
         if self.clients > limit:
             lines.append(f"... and {self.clients - limit:,} more clients")
@@ -113,7 +125,7 @@ class Partition:
         return digest.hexdigest()[:16]
 
 
-def _labels_text(counts: np.ndarray, names: Sequence[str], most: int = 6) -> str:
+def _counts_text(counts: np.ndarray, names: Sequence[str], most: int = 6) -> str:
     held = np.flatnonzero(counts)
     largest = np.sort(held[np.argsort(-counts[held], kind="stable")[:most]])
     words = [f"{_visible(names[c]) if names else c}: {counts[c]:,}" for c in largest]
@@ -154,7 +166,7 @@ KINDS: dict[str, tuple[str, str, Allocate | None]] = {
     "dir": ("dir:ALPHA", "labels by Dirichlet(ALPHA) shares; small ALPHA concentrates", allocation.dirichlet),
     "sizes": ("sizes:lognormal", "random labels, lognormal sizes", allocation.sizes),
     "natural": ("natural:COLUMN", "one value of a column of the data (default: client)", allocation.natural),
-    "shares": ("shares:TABLE", "given shares of each group; low and high are mFairFL's", allocation.shares),
+    "shares": ("shares:TABLE", "given shares of each group of people; low and high are mFairFL's", allocation.shares),
     "bootstrap": ("bootstrap:N", "N random samples, shared between clients; for very many clients", None),
 }
 
@@ -225,8 +237,16 @@ def partition(
     allocate = KINDS[kind][2]
     if allocate is None:
         each = _bootstrap_size(argument, min_size)
-        return _bootstrap(said, each, labels, dataset.classes, clients or CLIENTS, fractions, later, seed)
-    samples = Pool(dataset.name, labels, dataset.classes, lambda name: dataset.column(name)[:count])
+        shared = _bootstrap(said, each, labels, dataset.classes, clients or CLIENTS, fractions, later, seed)
+        return _honest(shared, dataset)
+
+    def groups(names: Sequence[str]) -> Attribute:
+        found = dataset.groups(names).joint
+        return replace(found, codes=found.codes[:count])
+
+    samples = Pool(
+        dataset.name, labels, dataset.classes, lambda name: dataset.column(name)[:count], groups, dataset.sensitive
+    )
     drawn = allocate(samples, argument, clients, min_size, stream(seed, "partition"), **chosen)
     sizes = np.bincount(drawn.owner[drawn.owner >= 0], minlength=drawn.clients)
     if min_size and sizes.min() < min_size:
@@ -236,7 +256,14 @@ def partition(
         )
     train, validation, test = _divide(drawn, labels, dataset.classes, fractions, later, seed)
     notes = (*drawn.notes, *_findings(drawn, train, test, fractions[2] > 0 or official))
-    return Partition(said, drawn.clients, train, validation, test, drawn.names, notes)
+    return _honest(Partition(said, drawn.clients, train, validation, test, drawn.names, notes), dataset)
+
+
+def _honest(drawn: Partition, dataset: Dataset) -> Partition:
+    """The partition, with a note where rows that a table was prepared from are tested on."""
+    prepared_from = 0 if dataset.refit is None else dataset.train_rows or len(dataset)
+    seen = bool((drawn.test.indices < prepared_from).any())
+    return replace(drawn, notes=(*drawn.notes, SEEN)) if seen else drawn
 
 
 def _parse(spec: str) -> tuple[str, str, dict[str, Any]]:

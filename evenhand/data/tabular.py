@@ -11,11 +11,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from evenhand.checks import EvenhandError, choice, near_miss, number
+from evenhand.checks import EvenhandError, choice, flag, near_miss, number
+from evenhand.data.attributes import drawn_from, sensitive_columns
 from evenhand.data.dataset import LOCAL_SPLIT, Dataset
 from evenhand.data.files import read_text
 from evenhand.streams import stream
 
+MOST_LEVELS = 200  # words of one column that may become one-hot inputs
 MISSING = ("", "?", "na", "n/a", "nan", "null", "none")
 
 
@@ -92,14 +94,34 @@ def table_dataset(
     *,
     class_names: Sequence[str],
     train_rows: int | None,
-    columns: Mapping[str, np.ndarray],
+    sensitive: str | Sequence[str],
+    include_sensitive: bool,
     source: str,
+    columns: Mapping[str, np.ndarray] | None = None,
+    max_levels: int = MOST_LEVELS,
 ) -> Dataset:
-    """A data set from a table; `target` holds class names as text. Features are fitted on the training rows."""
+    """A data set from a table; `target` holds class names as text. Features are fitted on the training rows.
+
+    All text columns, the sensitive ones and `columns` describe the samples. Without `include_sensitive` the sensitive
+    columns, and those that their bands were drawn from, are no features.
+    """
+    flag("include_sensitive", include_sensitive)
+    people = sensitive_columns(name, {word: table[word] for word in table.columns if word != target}, sensitive)
+    if not include_sensitive:
+        hidden = {*people, *map(drawn_from, people)}
+        features = [feature for feature in features if feature not in hidden]
     if not features:
         raise EvenhandError(f"{name}: no feature columns are left")
+    for feature in features:
+        levels = len(np.unique(table[feature])) if table.is_text(feature) else 0
+        if levels > max_levels:
+            raise EvenhandError(
+                f"{source}: text column {feature!r} holds {levels:,} different values, too many for one-hot inputs; "
+                f"leave it out with drop={feature!r}, or raise max_levels={max_levels}"
+            )
     numbers = {word: index for index, word in enumerate(class_names)}
     targets = torch.tensor([numbers[word] for word in table[target]], dtype=torch.int64)
+    words = {word: table[word] for word in table.columns if word != target and table.is_text(word)}
 
     def fitted(rows: np.ndarray) -> Dataset:
         prepared = Preparation.fit(table, features, rows)
@@ -110,7 +132,8 @@ def table_dataset(
             classes=len(class_names),
             class_names=tuple(class_names),
             train_rows=train_rows,
-            columns=columns,
+            columns={**words, **people, **(columns or {})},
+            sensitive=tuple(people),
             source=source,
             split="official" if train_rows is not None else LOCAL_SPLIT,
             feature_names=prepared.names,
@@ -131,32 +154,6 @@ def holdout(count: int, test: float, seed: int, order: str) -> tuple[np.ndarray,
     if order == "random":
         rows = stream(seed, "data", 1).permutation(count)
     return rows, max(1, round((1 - test) * count))
-
-
-def attributes(table: Table, wanted: Sequence[str], sensitive: str) -> dict[str, np.ndarray]:
-    """Per-sample columns, and `sensitive`: the named attribute, or several (`sex,race`) joined into one group."""
-    columns = {name: table[name] for name in wanted}
-    if sensitive:
-        parts = [table[name] for name in split_names(sensitive)]
-        joined = parts[0].astype(str)
-        for part in parts[1:]:
-            joined = np.char.add(np.char.add(joined, " & "), part.astype(str))
-        columns["sensitive"] = joined
-    return columns
-
-
-def split_names(text: str | Sequence[str]) -> list[str]:
-    """`"a, b"` or `["a", "b"]` -> `["a", "b"]`."""
-    pieces = text.split(",") if isinstance(text, str) else text
-    return [piece.strip() for piece in pieces if piece.strip()]
-
-
-def bands(values: np.ndarray, edges: Sequence[tuple[int, int]]) -> np.ndarray:
-    """Which closed interval a number lies in, as text (`25-40`), or `other`."""
-    found = np.full(len(values), "other", dtype=f"<U{max(8, *(len(f'{a}-{b}') for a, b in edges))}")
-    for low, high in edges:
-        found[(values >= low) & (values <= high)] = f"{low}-{high}"
-    return found
 
 
 def read_csv(path: Path, delimiter: str = ",", header: Sequence[str] = (), skip: int = 0) -> Table:

@@ -33,10 +33,6 @@ class Plan:
     def rows(self) -> int:
         return len(self.indices)
 
-    def part(self, rows: slice) -> Plan:
-        """The same plan for some of the rows."""
-        return Plan(self.indices[rows], self.weights[rows], self.shares[rows], self.steps)
-
 
 def plan(
     samples: Sequence[Indices],
@@ -135,8 +131,8 @@ class Batches:
     def tensors(self) -> dict[str, Tensor]:
         return {"indices": self.indices, "weights": self.weights, "shares": self.shares}
 
-    def part(self, rows: slice) -> Batches:
-        """The same for some of the rows."""
+    def part(self, rows: slice | Tensor) -> Batches:
+        """The same for some of the rows, or for rows by number."""
         return replace(self, indices=self.indices[rows], weights=self.weights[rows], shares=self.shares[rows])
 
 

@@ -25,6 +25,8 @@ def save(simulation: Simulation, path: str | os.PathLike[str]) -> None:
             "state": None if replica.state is None else replica.state.to_plain(),
             "offset": None if replica.offset is None else replica.offset.cpu(),
             "personal": None if replica.personal is None else replica.personal.cpu(),
+            "memo": dict(replica.memo),
+            "predicted": replica.predicted,
             "rounds": replica.rounds,
             "evaluations": replica.evaluations,
         }
@@ -63,9 +65,10 @@ def _restore(simulation: Simulation, replica: Replica, kept: Mapping[str, Any], 
     replica.state = None if kept["state"] is None else State.from_plain(kept["state"]).placed(where)
     replica.offset = None if kept["offset"] is None else kept["offset"].to(simulation.device)
     replica.personal = None if kept["personal"] is None else kept["personal"].to(simulation.device)
+    replica.memo, replica.predicted = kept["memo"], kept["predicted"]
     replica.rounds = list(kept["rounds"])
     replica.evaluations = [{**entry, **_arrays(entry)} for entry in kept["evaluations"]]
 
 
 def _arrays(entry: Mapping[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
-    return {name: np.asarray(entry[name]) for name in ("accuracies", "losses")}
+    return {name: np.asarray(entry[name]) for name in ("accuracies", "losses", "predicted") if name in entry}

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,21 @@ SMALL = 400_000  # parameters up to which a CPU is faster with all rows of a con
 Tensors = dict[str, Tensor]
 
 
+class Lean(NamedTuple):
+    """What a sample's probabilities count in its loss, besides its cross-entropy (evenhand.constraints)."""
+
+    push: Tensor  # rows x samples x classes
+    sharpness: Tensor  # rows x 1 x 1: probabilities are softmax(sharpness * scores)
+
+    def loss(self, scores: Tensor) -> Tensor:
+        return (self.push * torch.softmax(self.sharpness * scores, dim=-1)).sum()
+
+    def error(self, scores: Tensor) -> Tensor:
+        """The loss's derivative by the scores."""
+        shares = torch.softmax(self.sharpness * scores, dim=-1)
+        return self.sharpness * shares * (self.push - (self.push * shares).sum(-1, keepdim=True))
+
+
 class Program(Protocol):
     """Scores and gradients of every row's own samples."""
 
@@ -40,17 +55,18 @@ class Program(Protocol):
         ...
 
     def gradients(
-        self, tensors: Tensors, inputs: Tensor, targets: Tensor, weights: Tensor
+        self, tensors: Tensors, inputs: Tensor, targets: Tensor, weights: Tensor, lean: Lean | None = None
     ) -> tuple[list[Tensor], Tensor]:
-        """d/d row of sum_b weights[row, b] * loss(row, sample b), one tensor per parameter; and the scores."""
+        """d/d row of sum_b weights[row, b] * loss(row, sample b), plus lean; a tensor per parameter; and the scores."""
         ...
 
 
 def _weighted_loss(
-    module: nn.Module, tensors: Tensors, inputs: Tensor, targets: Tensor, weights: Tensor
+    module: nn.Module, tensors: Tensors, inputs: Tensor, targets: Tensor, weights: Tensor, lean: Lean | None
 ) -> tuple[Tensor, Tensor]:
     scores = functional_call(module, tensors, (inputs,))
-    return (functional.cross_entropy(scores, targets, reduction="none") * weights).sum(), scores
+    loss = (functional.cross_entropy(scores, targets, reduction="none") * weights).sum()
+    return loss if lean is None else loss + lean.loss(scores), scores
 
 
 def is_random(module: nn.Module) -> bool:
@@ -81,13 +97,14 @@ class Sequential:
             return torch.stack([functional_call(self.module, _row(tensors, row), (inputs[row],)) for row in rows])
 
     def gradients(
-        self, tensors: Tensors, inputs: Tensor, targets: Tensor, weights: Tensor
+        self, tensors: Tensors, inputs: Tensor, targets: Tensor, weights: Tensor, lean: Lean | None = None
     ) -> tuple[list[Tensor], Tensor]:
         found, scores = [], []
         for row in range(len(inputs)):
             leaves = {name: tensor.detach().requires_grad_() for name, tensor in _row(tensors, row).items()}
+            own = None if lean is None else Lean(lean.push[row], lean.sharpness[row])
             with torch.enable_grad():
-                loss, said = _weighted_loss(self.module, leaves, inputs[row], targets[row], weights[row])
+                loss, said = _weighted_loss(self.module, leaves, inputs[row], targets[row], weights[row], own)
                 found.append(torch.autograd.grad(loss, list(leaves.values())))
             scores.append(said.detach())
         if len(found) == 1:
@@ -107,8 +124,10 @@ class Batched:
     def __init__(self, module: nn.Module) -> None:
         self.module, self.random = module, is_random(module)
 
-        def loss(tensors: Tensors, inputs: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-            return _weighted_loss(module, tensors, inputs, targets, weights)
+        def loss(
+            tensors: Tensors, inputs: Tensor, targets: Tensor, weights: Tensor, *lean: Tensor
+        ) -> tuple[Tensor, Tensor]:
+            return _weighted_loss(module, tensors, inputs, targets, weights, Lean(*lean) if lean else None)
 
         def scores(tensors: Tensors, inputs: Tensor) -> Tensor:
             found: Tensor = functional_call(module, tensors, (inputs,))
@@ -125,9 +144,9 @@ class Batched:
             return found.unsqueeze(0)
 
     def gradients(
-        self, tensors: Tensors, inputs: Tensor, targets: Tensor, weights: Tensor
+        self, tensors: Tensors, inputs: Tensor, targets: Tensor, weights: Tensor, lean: Lean | None = None
     ) -> tuple[list[Tensor], Tensor]:
-        found, scores = self._gradient(tensors, inputs, targets, weights)
+        found, scores = self._gradient(tensors, inputs, targets, weights, *(lean or ()))
         return list(found.values()), scores
 
 
@@ -158,18 +177,19 @@ class FeedForward:
             activations.append(out.relu_() if rectified and number + 1 < len(self.layers) else out)
         return activations
 
-    def _error(self, scores: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-        """Derivative of the weighted cross-entropy with respect to the scores."""
+    def _error(self, scores: Tensor, targets: Tensor, weights: Tensor, lean: Lean | None) -> Tensor:
+        """Derivative of the weighted cross-entropy, and of what leans on it, with respect to the scores."""
         error = torch.softmax(scores, dim=-1)
         error.scatter_add_(2, targets.unsqueeze(2), scores.new_full((), -1.0).expand(*targets.shape, 1))
-        return error.mul_(weights.unsqueeze(2))
+        error.mul_(weights.unsqueeze(2))
+        return error if lean is None else error.add_(lean.error(scores))
 
     def gradients(
-        self, tensors: Tensors, inputs: Tensor, targets: Tensor, weights: Tensor
+        self, tensors: Tensors, inputs: Tensor, targets: Tensor, weights: Tensor, lean: Lean | None = None
     ) -> tuple[list[Tensor], Tensor]:
         activations = self._forward(tensors, inputs)
         scores = activations.pop()
-        error = self._error(scores, targets, weights)
+        error = self._error(scores, targets, weights, lean)
         found: Tensors = {}
         for depth in reversed(range(len(self.layers))):
             name, biased, _ = self.layers[depth]
@@ -181,11 +201,13 @@ class FeedForward:
                 self._gate(error, activations[depth], depth)
         return [found[name] for name in tensors], scores
 
-    def step(self, tensors: Tensors, inputs: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+    def step(
+        self, tensors: Tensors, inputs: Tensor, targets: Tensor, weights: Tensor, lean: Lean | None = None
+    ) -> Tensor:
         """One step of plain SGD (the weights carry the learning rate), folded into the products that form it."""
         activations = self._forward(tensors, inputs)
         scores = activations.pop()
-        error = self._error(scores, targets, weights)
+        error = self._error(scores, targets, weights, lean)
         for depth in reversed(range(len(self.layers))):
             name, biased, _ = self.layers[depth]
             weight = tensors[f"{name}.weight"]

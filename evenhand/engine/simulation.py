@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from time import perf_counter
 from typing import Any
 
@@ -15,12 +15,14 @@ from torch import Tensor, nn
 
 from evenhand.aggregation import Aggregate, open_round
 from evenhand.checks import EvenhandError, NoUsableClient
-from evenhand.data import Dataset, Partition
-from evenhand.engine.batches import Batches, Indices, Samples, gather, join, plan
+from evenhand.constraints import Leaning, Sums, View
+from evenhand.data import Dataset, Partition, Split
+from evenhand.engine.batches import Batches, Indices, Plan, Samples, gather, join, plan
 from evenhand.engine.graphs import Replayed
+from evenhand.engine.groups import Told, cells_of, check_groups, looks_at_groups, said, sharpness
 from evenhand.engine.programs import choose_program
 from evenhand.engine.sampling import Sampling
-from evenhand.engine.training import Local, LocalWork, Shape, evaluate, samples_at_once
+from evenhand.engine.training import Asked, Columns, Local, LocalWork, Shape, evaluate, samples_at_once
 from evenhand.geometry import Layout, Updates, launch, read_updates, settle, to_numpy
 from evenhand.methods import Method
 from evenhand.objectives import Personal
@@ -28,6 +30,7 @@ from evenhand.state import State
 from evenhand.streams import stream
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
+Integers = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass
@@ -41,9 +44,19 @@ class Replica:
     state: State | None = None
     offset: Tensor | None = None  # of the model to evaluate, where a method evaluates another one
     personal: Tensor | None = None  # one model a client, where the objective trains them
+    memo: Mapping[str, Any] = field(default_factory=dict)  # what its objective carries from round to round
     rounds: list[dict[str, Any]] = field(default_factory=list)
     evaluations: list[dict[str, Any]] = field(default_factory=list)
+    predicted: Integers | None = field(default=None, repr=False)  # last evaluation, clients x cells x classes
     pooled: Samples | None = field(default=None, repr=False)
+
+    @cached_property
+    def trained(self) -> Split:
+        """The training data by owner; one owner has it all where the method pools it."""
+        own = self.partition.train
+        if self.method.training != "pooled":
+            return own
+        return Split(own.indices, np.array([0, len(own.indices)]))
 
     @property
     def evaluated(self) -> Tensor:
@@ -97,6 +110,7 @@ class Turn:
     kept: Indices
 
 
+LONGEST = 256  # local steps that are captured as one graph; of more a round is long anyway
 NOBODY = "no client answered: the model stays"
 MEASURES = {
     "all": "every participant's loss before and after the round, and so whose loss fell",
@@ -115,13 +129,23 @@ class Simulation:
         self.inputs, self.targets = dataset.inputs.to(device), dataset.targets.to(device)
         self.shape = Shape.of(module)
         program = choose_program(module, settings.program, device)
-        self.local = Local(program, self.shape, self.inputs, self.targets, settings.work)
+        self.cells, codes = cells_of(dataset)
+        where = None if codes is None else codes.to(device)
+        self.local = Local(
+            program,
+            self.shape,
+            self.inputs,
+            self.targets,
+            settings.work,
+            where,
+            0 if self.cells is None else self.cells.count,
+        )
         self.replayed = Replayed() if Replayed.possible(device, program) else None
         self._ahead: Ready | None = None  # the next round, prepared while the device works
         self._rows: Tensor | None = None
         self._layout: Layout | None = None
         self._held_owners: tuple[tuple[int, ...], Tensor] | None = None
-        self._held_columns: tuple[Tensor, dict[str, list[float]], dict[str, Tensor]] | None = None
+        self._held_columns: tuple[Tensor, dict[str, list[float]], Columns] | None = None
         self.replicas = list(replicas)
         # A GPU has room for all replicas at once; a CPU has its hands full with one, whose rows then stay in its cache.
         self.groups = [[replica] for replica in self.replicas] if device.type == "cpu" else [self.replicas]
@@ -129,6 +153,9 @@ class Simulation:
         for replica in self.replicas:
             if len(replica.partition.train) == 0:
                 raise EvenhandError("the partition has no clients")
+            check_groups(replica.method, dataset)
+        if len({replica.method.training for replica in self.replicas}) > 1:
+            raise EvenhandError("replicas that train together must all be federated, alone or pooled")
 
     @cached_property
     def data_fingerprint(self) -> str:
@@ -164,18 +191,24 @@ class Simulation:
             for replica in replicas:
                 replica.rounds.append({"round": self.round, "asked": [], "lost": [], "note": NOBODY, "seconds": 0.0})
             return
+        if replicas[0].method.training == "alone":
+            self._play_alone(ready)
+            return
         models = self._models(replicas)
         measuring = self.settings.measure != "needed" or any(_needs_losses(replica.method) for replica in replicas)
-        updates, measured = self._train(models, ready, measuring)
+        told = self._tell(models[ready.owner] if len(models) > 1 and not ready.even else models, ready)
+        updates, measured = self._train(models, ready, measuring and told is None, told)
         self._train_personal(models, ready)
         turns = [self._arrived(number, updates, ready) for number in range(len(replicas))]
         launched = [launch(turn.given, turn.past) if turn.kept.size else [] for turn in turns]
         if self.device.type != "cpu" and self.round + 1 < self.settings.rounds:
             self._ahead = self._prepare(self.round + 1, replicas)
         (losses, right), *products = to_numpy([measured, *itertools.chain(*launched)])
+        if told is not None:
+            measuring, (losses, right) = True, told.measured
         for number, turn in enumerate(turns):
             own = [products.pop(0) for _ in launched[number]]
-            self._serve(number, ready, turn, own, (losses, right) if measuring else None)
+            self._serve(number, ready, turn, own, (losses, right) if measuring else None, told)
         if self.settings.measure == "all":
             self._see_who_fell(ready, turns, losses)
         seconds = (perf_counter() - started) / len(replicas)
@@ -189,21 +222,30 @@ class Simulation:
     def _prepare(self, index: int, replicas: list[Replica]) -> Ready:
         """Who takes part in a round and on which samples: known before the round begins."""
         sampling, work = self.settings.sampling, self.settings.work
-        asked, lost, plans = [], [], []
+        asked, lost = [], []
+        plans: dict[Any, Plan] = {}  # replicas of a seed on the same data do the same work, and share its plan
+        whose: list[Any] = []
         for replica in replicas:
-            sizes = replica.partition.train.sizes
-            here = sampling.draw(replica.seed, index, sizes)
+            sizes = replica.trained.sizes
+            pooled = replica.method.training == "pooled"
+            here = np.zeros(1, dtype=np.int64) if pooled else sampling.draw(replica.seed, index, sizes)
             here = here[sizes[here] > 0]  # a client without training data has nothing to say
             asked.append(here)
             lost.append(sampling.failed(replica.seed, index, here))
-            epochs = sampling.epochs(replica.seed, index, here, work.epochs)
-            rng = stream(replica.seed, "batches", index)
-            samples = [replica.partition.train[client] for client in here]
-            plans.append(plan(samples, epochs=epochs, batch_size=work.batch_size, rng=rng))
+            whose.append((replica.seed, id(replica.partition), pooled))
+            if whose[-1] not in plans:
+                epochs = sampling.epochs(replica.seed, index, here, work.epochs)
+                rng = stream(replica.seed, "batches", index)
+                samples = [replica.trained[client] for client in here]
+                plans[whose[-1]] = plan(samples, epochs=epochs, batch_size=work.batch_size, rng=rng)
         counts = [len(here) for here in asked]
         chunk = self.settings.chunk or max(1, sum(counts))
-        steps = join(plans)
-        pieces = [steps.part(slice(start, start + chunk)) for start in range(0, sum(counts), chunk)]
+        every = Batches.of(join(list(plans.values())), self.device)
+        if len(plans) < len(replicas):
+            starts = dict(zip(plans, np.cumsum([0, *(entry.rows for entry in plans.values())]), strict=False))
+            rows = np.concatenate([starts[key] + np.arange(count) for key, count in zip(whose, counts, strict=True)])
+            every = every.part(torch.from_numpy(rows).to(self.device))
+        pieces = [every.part(slice(start, start + chunk)) for start in range(0, sum(counts), chunk)]
         return Ready(
             round=index,
             replicas=replicas,
@@ -212,7 +254,7 @@ class Simulation:
             edges=np.cumsum([0, *counts]),
             owner=self._owners(tuple(counts)),
             even=len(set(counts)) == 1 and len(pieces) == 1,
-            pieces=[Batches.of(piece, self.device) for piece in pieces],
+            pieces=pieces,
         )
 
     def _owners(self, counts: tuple[int, ...]) -> Tensor:
@@ -222,23 +264,76 @@ class Simulation:
             self._held_owners = (counts, owner)
         return self._held_owners[1]
 
-    def _columns(self, ready: Ready, pulls: Sequence[float]) -> dict[str, Tensor]:
+    def _columns(self, ready: Ready, pulls: Sequence[float], told: Told | None = None) -> Columns:
         """What differs from row to row because it differs from replica to replica; kept like the owners."""
         work = self.settings.work
         momenta = [getattr(replica.method.objective, "client_momentum", work.momentum) for replica in ready.replicas]
-        named = {"rates": [work.rate(ready.round)] * len(ready.replicas), "momentum": momenta, "pull": list(pulls)}
+        sharp = [sharpness(replica.method) if told is not None else 0.0 for replica in ready.replicas]
+        named = {
+            "rates": [work.rate(ready.round)] * len(ready.replicas),
+            "momentum": momenta,
+            "pull": list(pulls),
+            "sharpness": sharp,
+        }
         if self._held_columns is None or self._held_columns[0] is not ready.owner or self._held_columns[1] != named:
-            columns = {
-                name: torch.tensor(values, device=self.device)[ready.owner].unsqueeze(1)
-                for name, values in named.items()
-                if name == "rates" or any(values)
-            }
+            columns = Columns(
+                **{
+                    name: torch.tensor(values, device=self.device)[ready.owner].unsqueeze(1)
+                    for name, values in named.items()
+                    if name == "rates" or any(values)
+                }
+            )
             self._held_columns = (ready.owner, named, columns)
-        return self._held_columns[2]
+        found = self._held_columns[2]
+        return found if told is None else replace(found, tables=told.tables)
 
-    def _train(self, models: Tensor, ready: Ready, measuring: bool) -> tuple[Tensor, Tensor]:
+    def _tell(self, models: Tensor, ready: Ready) -> Told | None:
+        """Where a method looks at groups: what the received models do to them, and what the rows are told."""
+        if self.cells is None or not any(looks_at_groups(replica.method) for replica in ready.replicas):
+            return None
+        sharp = torch.tensor([sharpness(replica.method) for replica in ready.replicas], device=self.device)
+        column, found = sharp[ready.owner].unsqueeze(1), []
+        for part, batches in ready.parts():
+            own = models if len(ready.pieces) == 1 or len(models) == 1 else models[part]
+            found.append(self._survey(own, batches, column[part]))
+        said = to_numpy([torch.cat(found)])[0]
+        classes = self.cells.classes
+        sums = Sums(said[..., :classes], said[..., classes], said[..., classes + 1 :])
+        leanings = [self._lean(number, ready, sums) for number in range(len(ready.replicas))]
+        tables = self.cells.plain(len(ready.owner))
+        for number, leaning in enumerate(leanings):
+            if leaning is not None:
+                tables[np.arange(len(tables))[ready.rows(number)][~ready.lost[number]]] = leaning.tables
+        given = torch.from_numpy(tables.astype(np.float32)).to(self.device)
+        return Told(self.cells, sums, leanings, given if any(leanings) else None)
+
+    def _lean(self, number: int, ready: Ready, sums: Sums) -> Leaning | None:
+        """What a replica's objective makes of its clients' sums."""
+        replica, kept = ready.replicas[number], np.flatnonzero(~ready.lost[number])
+        assert self.cells is not None
+        if not replica.method.objective.grouped or not len(kept):
+            return None
+        own = sums.rows(np.arange(len(ready.owner))[ready.rows(number)][kept])
+        clients = ready.asked[number][kept]
+        shares = replica.method.rule.shares(replica.trained.sizes[clients].astype(np.float64))
+        view = View(self.cells, own, tuple(clients.tolist()), shares, ready.round)
+        leaning = replica.method.objective.lean(view, replica.memo)
+        replica.memo = leaning.memo
+        return leaning
+
+    def _survey(self, models: Tensor, batches: Batches, sharp: Tensor) -> Tensor:
+        if self.replayed is None:
+            return self.local.survey(models, batches, sharp)
+
+        def work(models: Tensor, batches: Batches, sharp: Tensor) -> tuple[Tensor, ...]:
+            return (self.local.survey(models, batches, sharp),)
+
+        return self._replay(("survey",), work, models, batches, {"sharp": sharp})[0].clone()
+
+    def _train(self, models: Tensor, ready: Ready, measuring: bool, told: Told | None) -> tuple[Tensor, Tensor]:
         """Every row's update, and loss and accuracy of the model it received."""
-        columns = self._columns(ready, [getattr(replica.method.objective, "mu", 0.0) for replica in ready.replicas])
+        pulls = [getattr(replica.method.objective, "mu", 0.0) for replica in ready.replicas]
+        columns = self._columns(ready, pulls, told)
         if self.replayed is None and (self._rows is None or len(self._rows) != len(ready.owner)):
             self._rows = torch.empty(len(ready.owner), self.shape.total, device=self.device)  # fresh memory is slow
         if len(ready.pieces) == 1:
@@ -247,18 +342,21 @@ class Simulation:
         updates = torch.empty(len(ready.owner), self.shape.total, device=self.device)
         measured = torch.zeros(2, len(updates), dtype=torch.float64, device=self.device)
         for part, batches in ready.parts():
-            own = {name: column[part] for name, column in columns.items()}
             received = models if len(models) == 1 else models[ready.owner[part]]
-            updates[part], measured[:, part] = self._local_round(received, batches, own, measuring)
+            updates[part], measured[:, part] = self._local_round(received, batches, columns.part(part), measuring)
         return updates, measured
 
     def _local_round(
-        self, models: Tensor, batches: Batches, columns: dict[str, Tensor], measuring: bool, out: Tensor | None = None
+        self, models: Tensor, batches: Batches, columns: Columns, measuring: bool, out: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        if self.replayed is None:
-            return self.local.round(models, batches, **columns, measuring=measuring, out=out)
+        if self.replayed is None or batches.steps > LONGEST:
+            return self.local.round(models, batches, columns, measuring=measuring, out=out)
         key = ("round", batches.steps, batches.steady, batches.whole, measuring)
-        updates, measured = self._replay(key, partial(self.local.round, measuring=measuring), models, batches, columns)
+
+        def work(models: Tensor, batches: Batches, **columns: Tensor) -> tuple[Tensor, Tensor]:
+            return self.local.round(models, batches, Columns(**columns), measuring=measuring)
+
+        updates, measured = self._replay(key, work, models, batches, columns.named())
         return updates, measured
 
     def _replay(
@@ -311,12 +409,35 @@ class Simulation:
                 rows[ready.rows(number)] = replica.personal[chosen]
         columns = self._columns(ready, [getattr(replica.method.objective, "lam", 0.0) for replica in ready.replicas])
         for part, batches in ready.parts():
-            own = {name: column[part] for name, column in columns.items()}
-            self.local.train(rows[part], received[part], batches, **own)
+            self.local.train(rows[part], received[part], batches, columns.part(part))
         for number, replica in enumerate(ready.replicas):
             if replica.personal is not None:
                 chosen = torch.from_numpy(ready.asked[number]).to(self.device)
                 replica.personal[chosen] = rows[ready.rows(number)]
+
+    def _play_alone(self, ready: Ready) -> None:
+        """Each asked client goes on with a model of its own; nothing is sent."""
+        started = perf_counter()
+        for replica in ready.replicas:
+            if replica.personal is None:
+                replica.personal = replica.model.repeat(replica.partition.clients, 1)
+        chosen = [torch.from_numpy(asked).to(self.device) for asked in ready.asked]
+        rows = torch.cat(
+            [r.personal[own] for r, own in zip(ready.replicas, chosen, strict=True) if r.personal is not None]
+        )
+        told = self._tell(rows, ready)
+        columns = self._columns(ready, [0.0] * len(ready.replicas), told)
+        for part, batches in ready.parts():
+            self.local.train(rows[part], rows[part], batches, columns.part(part))
+        seconds = (perf_counter() - started) / len(ready.replicas)
+        for number, replica in enumerate(ready.replicas):
+            assert replica.personal is not None
+            mine, asked = ready.rows(number), ready.asked[number].tolist()
+            replica.personal[chosen[number]] = rows[mine]
+            record: dict[str, Any] = {"round": self.round, "asked": asked, "lost": [], "seconds": seconds}
+            if told is not None:
+                record |= {"losses": told.measured[0][mine].tolist(), **said(told.leanings[number])}
+            replica.rounds.append(record | {"answered": len(asked), "bytes_down": 0, "bytes_up": 0})
 
     def _arrived(self, number: int, updates: Tensor, ready: Ready) -> Turn:
         """The rows of a replica that arrived, in the form in which `aggregate` reads them."""
@@ -330,7 +451,13 @@ class Simulation:
         return Turn(given, [] if state is None else state.memory.pieces(given), kept)
 
     def _serve(
-        self, number: int, ready: Ready, turn: Turn, products: list[Floats], measured: tuple[Floats, Floats] | None
+        self,
+        number: int,
+        ready: Ready,
+        turn: Turn,
+        products: list[Floats],
+        measured: tuple[Floats, Floats] | None,
+        told: Told | None,
     ) -> None:
         """The server's part of a round for one replica: rule, server step, record."""
         replica, asked, lost = ready.replicas[number], ready.asked[number], ready.lost[number]
@@ -348,12 +475,16 @@ class Simulation:
 
         clients = asked[turn.kept]
         losses, right = (None, None) if measured is None else (part[rows][turn.kept] for part in measured)
+        leaning = None if told is None else told.leanings[number]
+        weighed_sizes = None if leaning is None else leaning.sizes
+        fairness = {} if told is None else told.fairness(replica.method, np.arange(len(ready.owner))[rows][turn.kept])
         opened = open_round(
             replica.method,
             turn.given,
             losses=losses,
-            sizes=replica.partition.train.sizes[clients].astype(np.float64),
+            sizes=replica.trained.sizes[clients].astype(np.float64) if weighed_sizes is None else weighed_sizes,
             accuracies=right,
+            **fairness,
             clients=clients.tolist(),
             round=self.round,
             state=replica.state,
@@ -369,6 +500,10 @@ class Simulation:
         replica.model = replica.model - out.update
         replica.state, replica.offset = out.state, out.evaluation_offset
         record |= self._record(out, losses, len(asked), len(clients), trials)
+        if told is not None:
+            record |= said(leaning)
+            down, up = told.bytes(len(asked), len(clients))
+            record["bytes_down"], record["bytes_up"] = record["bytes_down"] + down, record["bytes_up"] + up
 
     def _see_who_fell(self, ready: Ready, turns: list[Turn], before: Floats) -> None:
         """The share of each replica's participants whose own loss is lower now."""
@@ -398,21 +533,32 @@ class Simulation:
 
     # ------------------------------------------------------------------------------------------------ evaluation
 
-    def _losses(self, model: Tensor, samples: Samples) -> tuple[Floats, Floats]:
-        """Mean loss and accuracy of one model on several clients' samples; NaN for a client without any."""
+    def _asked(self, samples: Samples) -> Asked:
         at_once = samples_at_once(self.local.program, self.device)
-        sums = evaluate(self.module, self.shape, model, self.inputs, self.targets, samples, at_once)
-        both = sums.cpu().numpy() / np.where(samples.counts > 0, samples.counts, np.nan)
-        return both[0], both[1]
+        return Asked(self.inputs, self.targets, samples, at_once, self.local.cells, self.local.cell_count)
 
-    def _personal_losses(self, replica: Replica) -> tuple[Floats, Floats]:
+    def _losses(self, models: Tensor, samples: Samples) -> tuple[Floats, Floats, Integers | None]:
+        """Mean loss and accuracy on several clients' samples, NaN for a client without any; predictions by cell."""
+        sums, counts = evaluate(self.module, self.shape, models, self._asked(samples))
+        both = sums.cpu().numpy() / np.where(samples.counts > 0, samples.counts, np.nan)
+        return both[0], both[1], None if counts is None else counts.cpu().numpy()
+
+    def _personal_losses(self, replica: Replica) -> tuple[Floats, Floats, Integers | None]:
         """Each client's own model on its own test data."""
         assert replica.personal is not None
         found = [
-            self._losses(model, gather([replica.partition.test[client]], self.device))
+            self._losses(model.unsqueeze(0), gather([replica.partition.test[client]], self.device))
             for client, model in enumerate(replica.personal)
         ]
-        return np.array([losses[0] for losses, _ in found]), np.array([right[0] for _, right in found])
+        counts = None if self.cells is None else np.concatenate([entry[2] for entry in found if entry[2] is not None])
+        return np.array([entry[0][0] for entry in found]), np.array([entry[1][0] for entry in found]), counts
+
+    def _evaluated(self, replica: Replica, pooled: Samples) -> tuple[Floats, Floats, Integers | None]:
+        if replica.method.training == "alone":
+            return self._losses(replica.model.unsqueeze(0) if replica.personal is None else replica.personal, pooled)
+        if replica.personal is not None:
+            return self._personal_losses(replica)
+        return self._losses(replica.evaluated.unsqueeze(0), pooled)
 
     def evaluate(self) -> None:
         """Every client's own test data, all clients, and by their weights the pooled test set."""
@@ -421,21 +567,19 @@ class Simulation:
                 replica.pooled = gather(
                     [replica.partition.test[k] for k in range(replica.partition.clients)], self.device
                 )
-            losses, accuracies = (
-                self._personal_losses(replica)
-                if replica.personal is not None
-                else self._losses(replica.evaluated, replica.pooled)
-            )
+            losses, accuracies, predicted = self._evaluated(replica, replica.pooled)
             counts = replica.pooled.counts
-            replica.evaluations.append(
-                {
-                    "round": self.round,
-                    "accuracies": accuracies,
-                    "losses": losses,
-                    "pooled_accuracy": float(np.nansum(accuracies * counts) / max(counts.sum(), 1)),
-                    "pooled_loss": float(np.nansum(losses * counts) / max(counts.sum(), 1)),
-                }
-            )
+            found: dict[str, Any] = {
+                "round": self.round,
+                "accuracies": accuracies,
+                "losses": losses,
+                "pooled_accuracy": float(np.nansum(accuracies * counts) / max(counts.sum(), 1)),
+                "pooled_loss": float(np.nansum(losses * counts) / max(counts.sum(), 1)),
+            }
+            if predicted is not None:
+                found["predicted"] = predicted.sum(axis=0)
+                replica.predicted = predicted
+            replica.evaluations.append(found)
 
 
 def _needs_losses(method: Method) -> bool:

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from evenhand.checks import EvenhandError, number
 from evenhand.engine.batches import Batches, Samples
-from evenhand.engine.programs import FeedForward, Program, Sequential, answering
+from evenhand.engine.programs import FeedForward, Lean, Program, Sequential, answering
 from evenhand.geometry import STRETCH
 
 AT_ONCE = 8192  # samples of a feed-forward network measured at once
@@ -147,6 +147,24 @@ class Side:
 
 
 @dataclass(frozen=True)
+class Columns:
+    """What differs from row to row (rows first); None where no row has it."""
+
+    rates: Tensor  # learning rates
+    momentum: Tensor | None = None
+    pull: Tensor | None = None  # strength of the proximal pull towards the received model
+    tables: Tensor | None = None  # rows x cells x (classes + 1): what is told about groups (evenhand.constraints)
+    sharpness: Tensor | None = None  # of the probabilities that the tables speak of
+
+    def named(self) -> dict[str, Tensor]:
+        """Those that are there."""
+        return {name: column for name, column in vars(self).items() if column is not None}
+
+    def part(self, rows: slice) -> Columns:
+        return Columns(**{name: column[rows] for name, column in self.named().items()})
+
+
+@dataclass(frozen=True)
 class Local:
     """The cohort's part of a round on one data set: everything but the plan and the models."""
 
@@ -155,30 +173,29 @@ class Local:
     inputs: Tensor
     targets: Tensor
     work: LocalWork
+    cells: Tensor | None = None  # of each sample, where groups are looked at
+    cell_count: int = 0
 
     @repeatable()
     def round(
         self,
         models: Tensor,
         batches: Batches,
+        columns: Columns,
         *,
-        rates: Tensor,
-        momentum: Tensor | None = None,
-        pull: Tensor | None = None,
         measuring: bool = True,
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Updates theta - theta_k of every row, and mean loss and accuracy of the received models (2 x rows, float64).
 
-        models: each serves as many rows as the others, in order. rates (rows x 1) are the rows' learning rates;
-        momentum and pull (rows x 1), where given, their momentum and the strength of the proximal pull towards the
-        received model. Without `measuring` losses and accuracies may be missing (NaN). out: where the updates are put.
+        models: each serves as many rows as the others, in order. Without `measuring` losses and accuracies may be
+        missing (NaN). out: where the updates are put.
         """
         rows = len(batches.indices)
         updates = models.new_empty(rows, self.shape.total) if out is None else out
         grouped = updates.view(len(models), -1, self.shape.total)
         grouped.copy_(models.unsqueeze(1).expand_as(grouped))
-        received = updates.clone() if pull is not None else None
+        received = updates.clone() if columns.pull is not None else None
         samples = self._samples(batches)
         first = batches.whole and not self.program.random and batches.steps > 0  # its scores are the received model's
         side = Side(models.device)
@@ -187,9 +204,9 @@ class Local:
             if measuring and not first:
                 measured = self.measure(models, batches, samples)
         if isinstance(self.program, Sequential) and models.is_cuda:
-            scores = self._train_side_by_side(updates, received, batches, rates, momentum, pull)
+            scores = self._train_side_by_side(updates, received, batches, columns)
         else:
-            scores = self._train(updates, received, batches, samples, rates, momentum, pull)
+            scores = self._train(updates, received, batches, samples, columns)
         torch.sub(models.unsqueeze(1), grouped, out=grouped)
         if not measuring:
             measured = models.new_full((2, rows), torch.nan, dtype=torch.float64)
@@ -199,18 +216,9 @@ class Local:
         return updates, measured
 
     @repeatable()
-    def train(
-        self,
-        rows: Tensor,
-        received: Tensor,
-        batches: Batches,
-        *,
-        rates: Tensor,
-        momentum: Tensor | None = None,
-        pull: Tensor | None = None,
-    ) -> None:
+    def train(self, rows: Tensor, received: Tensor, batches: Batches, columns: Columns) -> None:
         """Train every row in place, wherever it starts, with a pull towards `received`."""
-        self._train(rows, received, batches, self._samples(batches), rates, momentum, pull)
+        self._train(rows, received, batches, self._samples(batches), columns)
 
     @repeatable()
     def measure(self, models: Tensor, batches: Batches, samples: Callable[[slice], Tensor] | None = None) -> Tensor:
@@ -228,6 +236,36 @@ class Local:
             total += _means(scores.view(*wanted.shape, -1), wanted, batches.shares[:, part].flatten(1))
         return total
 
+    @repeatable()
+    def survey(self, models: Tensor, batches: Batches, sharpness: Tensor) -> Tensor:
+        """Sums over each row's own training data by cell (rows x cells x (2 classes + 1), float64).
+
+        Of the probabilities of the classes, of the loss, and of how often each class is predicted.
+        """
+        assert self.cells is not None
+        rows, steps, batch = batches.shares.shape
+        samples, tensors = self._samples(batches), self.shape.views(models)
+        total: Tensor | None = None
+        at_once = max(1, samples_at_once(self.program, models.device) // (rows * batch))
+        for start in range(0, steps, at_once):
+            part = slice(start, min(start + at_once, steps))
+            seen, index = samples(part), batches.indices[:, part].flatten(1)
+            scores = self.program.scores(tensors, seen.reshape(len(models), -1, *seen.shape[3:]))
+            scores, wanted = scores.view(*index.shape, -1), self.targets[index]
+            classes = scores.shape[-1]
+            losses = functional.cross_entropy(scores.flatten(0, 1), wanted.flatten(), reduction="none")
+            said = [
+                torch.softmax(sharpness.unsqueeze(2) * scores, dim=-1).double(),
+                losses.view(*index.shape, 1).double(),
+                functional.one_hot(scores.argmax(-1), classes).double(),
+            ]
+            real = (batches.shares[:, part].flatten(1) > 0).unsqueeze(2)
+            inside = functional.one_hot(self.cells[index], self.cell_count).double().mul_(real)
+            found = torch.bmm(inside.transpose(1, 2), torch.where(real, torch.cat(said, dim=2), 0.0))
+            total = found if total is None else total.add_(found)
+        assert total is not None
+        return total
+
     def _samples(self, batches: Batches) -> Callable[[slice], Tensor]:
         """The inputs of some steps (rows x steps x batch x ...): gathered once where that is not too much."""
         each = self.inputs[:1].numel() * self.inputs.element_size()
@@ -242,41 +280,41 @@ class Local:
         received: Tensor | None,
         batches: Batches,
         samples: Callable[[slice], Tensor],
-        rates: Tensor,
-        momentum: Tensor | None,
-        pull: Tensor | None,
+        columns: Columns,
     ) -> Tensor:
         """All local steps, in place; returns the scores of the first one."""
-        tensors, work, weights = self.shape.views(rows), self.work, batches.weights
-        plain = momentum is None and pull is None and work.weight_decay == 0.0 and work.clip is None
+        tensors, work, weights, rates = self.shape.views(rows), self.work, batches.weights, columns.rates
+        plain = columns.momentum is None and columns.pull is None and work.weight_decay == 0.0 and work.clip is None
         if plain:  # the gradient is linear in the sample weights, so they can carry the learning rate
             weights = weights * rates.view(-1, 1, 1)
         active = None if plain or batches.steady else (weights > 0).any(2).to(rows.dtype)
-        velocity = torch.zeros_like(rows) if momentum is not None else None
+        velocity = torch.zeros_like(rows) if columns.momentum is not None else None
         first = rows.new_empty(0)
         for step in range(batches.steps):
-            seen, wanted = samples(slice(step, step + 1)).squeeze(1), self.targets[batches.indices[:, step]]
+            index = batches.indices[:, step]
+            seen, wanted = samples(slice(step, step + 1)).squeeze(1), self.targets[index]
+            counted, lean = self._leaning(columns, index, weights[:, step])
             if plain and isinstance(self.program, FeedForward):
-                scores = self.program.step(tensors, seen, wanted, weights[:, step])
+                scores = self.program.step(tensors, seen, wanted, counted, lean)
             else:
-                found, scores = self.program.gradients(tensors, seen, wanted, weights[:, step])
+                found, scores = self.program.gradients(tensors, seen, wanted, counted, lean)
                 if plain:
                     torch._foreach_sub_(list(tensors.values()), found)
                 else:
                     rate = rates if active is None else rates * active[:, step : step + 1]
-                    self._step(rows, received, found, rate, momentum, pull, velocity)
+                    self._step(rows, received, found, rate, columns, velocity)
             first = scores if step == 0 else first
         return first
 
-    def _train_side_by_side(
-        self,
-        rows: Tensor,
-        received: Tensor | None,
-        batches: Batches,
-        rates: Tensor,
-        momentum: Tensor | None,
-        pull: Tensor | None,
-    ) -> Tensor:
+    def _leaning(self, columns: Columns, index: Tensor, weights: Tensor) -> tuple[Tensor, Lean | None]:
+        """What each sample's cross-entropy and probabilities count, by its cell."""
+        if columns.tables is None or columns.sharpness is None or self.cells is None:
+            return weights, None
+        cells = self.cells[index].unsqueeze(2).expand(-1, -1, columns.tables.shape[2])
+        told = columns.tables.gather(1, cells) * weights.unsqueeze(2)
+        return told[..., -1], Lean(told[..., :-1], columns.sharpness.unsqueeze(2))
+
+    def _train_side_by_side(self, rows: Tensor, received: Tensor | None, batches: Batches, columns: Columns) -> Tensor:
         """Every row on a stream of its own: rows do not wait for each other, and small kernels run at the same time."""
         sides = [Side(rows.device) for _ in range(min(len(rows), STREAMS))]
         scores = []
@@ -284,8 +322,8 @@ class Local:
             part = slice(row, row + 1)
             with sides[row % len(sides)]:
                 own = batches.part(part)
-                past, heavy, pulled = (None if held is None else held[part] for held in (received, momentum, pull))
-                scores.append(self._train(rows[part], past, own, self._samples(own), rates[part], heavy, pulled))
+                past = None if received is None else received[part]
+                scores.append(self._train(rows[part], past, own, self._samples(own), columns.part(part)))
         for side in sides:
             side.join()
         return torch.cat(scores)
@@ -296,23 +334,22 @@ class Local:
         received: Tensor | None,
         found: list[Tensor],
         rates: Tensor,
-        momentum: Tensor | None,
-        pull: Tensor | None,
+        columns: Columns,
         velocity: Tensor | None,
     ) -> None:
         """One step of SGD with everything a client may add to it."""
         flat = torch.zeros_like(rows)
         for view, gradient in zip(self.shape.views(flat).values(), found, strict=True):
             view.copy_(gradient)
-        if pull is not None and received is not None:
-            flat.addcmul_(rows - received, pull)
+        if columns.pull is not None and received is not None:
+            flat.addcmul_(rows - received, columns.pull)
         if self.work.weight_decay:
             flat.add_(rows, alpha=self.work.weight_decay)
         if self.work.clip is not None:
             lengths = torch.linalg.vector_norm(flat, dim=1, keepdim=True)
             flat.mul_((self.work.clip / lengths.clamp_min(1e-30)).clamp_max(1.0))
-        if velocity is not None and momentum is not None:
-            flat = velocity.mul_(momentum).add_(flat)
+        if velocity is not None and columns.momentum is not None:
+            flat = velocity.mul_(columns.momentum).add_(flat)
         rows.addcmul_(flat, rates, value=-1.0)
 
 
@@ -329,25 +366,48 @@ def samples_at_once(program: Program, device: torch.device) -> int:
     return AT_ONCE if isinstance(program, FeedForward) else AT_ONCE_LARGE.get(device.type, 256)
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What an evaluation is asked: which samples, and by which cells the predictions are counted."""
+
+    inputs: Tensor
+    targets: Tensor
+    samples: Samples
+    at_once: int = AT_ONCE
+    cells: Tensor | None = None
+    cell_count: int = 0
+
+
 @torch.no_grad()
 @repeatable()
-def evaluate(
-    module: nn.Module,
-    shape: Shape,
-    model: Tensor,
-    inputs: Tensor,
-    targets: Tensor,
-    samples: Samples,
-    at_once: int = AT_ONCE,
-) -> Tensor:
-    """Sums of losses and of right answers of one model on each client's samples (2 x clients, float64)."""
-    tensors = {name: view[0] for name, view in shape.views(model.unsqueeze(0)).items()}
-    found = torch.zeros(2, len(samples.indices), dtype=torch.float64, device=model.device)
-    for start in range(0, len(samples.indices), at_once):
-        part = slice(start, start + at_once)
+def evaluate(module: nn.Module, shape: Shape, models: Tensor, asked: Asked) -> tuple[Tensor, Tensor | None]:
+    """Sums of losses and of right answers on each client's samples (2 x clients, float64).
+
+    Of several models the mixture is evaluated: the mean of their probabilities. With cells also how often each class is
+    predicted, clients x cells x classes.
+    """
+    each = [{name: view[0] for name, view in shape.views(row.unsqueeze(0)).items()} for row in models]
+    samples = asked.samples
+    found = torch.zeros(2, len(samples.indices), dtype=torch.float64, device=models.device)
+    predicted = torch.zeros(len(samples.indices), dtype=torch.int64, device=models.device)
+    classes = 0
+    for start in range(0, len(samples.indices), asked.at_once):
+        part = slice(start, start + asked.at_once)
         index = samples.indices[part]
         with answering(module):
-            scores, wanted = functional_call(module, tensors, (inputs[index],)), targets[index]
-        found[0, part] = functional.cross_entropy(scores, wanted, reduction="none").double()
-        found[1, part] = (scores.argmax(-1) == wanted).double()
-    return torch.stack([torch.segment_reduce(row, "sum", lengths=samples.lengths, unsafe=True) for row in found])
+            scores = [functional_call(module, tensors, (asked.inputs[index],)) for tensors in each]
+        answer = scores[0]
+        if len(scores) > 1:
+            answer = torch.stack([torch.softmax(one, dim=-1) for one in scores]).mean(0).log()
+        wanted, classes = asked.targets[index], answer.shape[-1]
+        found[0, part] = functional.cross_entropy(answer, wanted, reduction="none").double()
+        predicted[part] = answer.argmax(-1)
+        found[1, part] = (predicted[part] == wanted).double()
+    sums = torch.stack([torch.segment_reduce(row, "sum", lengths=samples.lengths, unsafe=True) for row in found])
+    if asked.cells is None:
+        return sums, None
+    clients = len(samples.counts)
+    owner = torch.repeat_interleave(torch.arange(clients, device=models.device), samples.lengths)
+    place = (owner * asked.cell_count + asked.cells[samples.indices]) * classes + predicted
+    counts = torch.bincount(place, minlength=clients * asked.cell_count * classes)
+    return sums, counts.view(clients, asked.cell_count, classes)

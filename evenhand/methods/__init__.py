@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 from evenhand.checks import EvenhandError, near_miss, plain_value
+from evenhand.group_objectives import FairBatch, GroupConstraints, Reweighted
 from evenhand.methods.adafed import AdaFed
 from evenhand.methods.afl import AFL
 from evenhand.methods.base import Objective, Rule, ServerStep
@@ -41,6 +42,7 @@ class Method:
     rule: Rule
     server: ServerStep = Plain()
     objective: Objective = PlainRisk()
+    training: str = "federated"  # or "alone" (no client hears of another), "pooled" (all data in one place)
     summary: str = ""  # where it says more than the rule's own first line
     paper: str = ""
 
@@ -93,7 +95,18 @@ def _spoken(part: Any) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in _values(part).items())
 
 
-OBJECTIVES: dict[str, Objective] = {part.name: part for part in (PlainRisk(), Proximal(), ClientMomentum(), Personal())}
+OBJECTIVES: dict[str, Objective] = {
+    part.name: part
+    for part in (
+        PlainRisk(),
+        Proximal(),
+        ClientMomentum(),
+        Personal(),
+        GroupConstraints(),
+        FairBatch(),
+        Reweighted(),
+    )
+}
 
 SERVERS: dict[str, ServerStep] = {
     part.name: part
@@ -102,6 +115,14 @@ SERVERS: dict[str, ServerStep] = {
 
 DITTO = "FedAvg, and a personal model for every client that is pulled towards the shared one."
 FEDPROX = "FedAvg whose clients stay near the received model."
+MFAIRFL = "Group constraints by multipliers, and conflicts repaired up to a learned similarity of each pair of clients."
+FPFL = "FedAvg under group constraints, whose multipliers are damped and kept at the server."
+FPFL_PAPER = "Rodriguez-Galvez et al., 2021"
+FEDFB = "FedAvg whose samples weigh by group and label, until the groups' positive rates meet."
+FEDAVG_F = "FedAvg of clients who each keep the group constraints on their own data."
+INDFAIR = "No federation: each client keeps the group constraints alone; the mixture of all models is measured."
+CENFAIR = "No federation: all data in one place, under group constraints."
+LOCAL = GroupConstraints(multipliers="client")
 FEDOPT = "FedAvg's mean, applied by {} at the server."
 
 METHODS: dict[str, Method] = {
@@ -122,8 +143,13 @@ METHODS: dict[str, Method] = {
         Method("fedlf", FedLF()),
         Method("adafed", AdaFed()),
         Method("fedfa", FedFa(), server=FedFaMomentum(), objective=ClientMomentum()),
-        Method("mfairfl", MFairFL()),
-        Method("fairfed", FairFed()),
+        Method("mfairfl", MFairFL(), objective=GroupConstraints(), summary=MFAIRFL),
+        Method("fpfl", FedAvg(), objective=GroupConstraints(damping=1.0), summary=FPFL, paper=FPFL_PAPER),
+        Method("fedfb", FedAvg(), objective=FairBatch(), summary=FEDFB, paper="Zeng et al., 2021"),
+        Method("fairfed", FairFed(), objective=Reweighted()),
+        Method("fedavg-f", FedAvg(), objective=LOCAL, summary=FEDAVG_F, paper=MFairFL.paper),
+        Method("indfair", FedAvg(), objective=LOCAL, training="alone", summary=INDFAIR, paper=MFairFL.paper),
+        Method("cenfair", FedAvg(), objective=LOCAL, training="pooled", summary=CENFAIR, paper=MFairFL.paper),
         Method("fedadam", FedAvg(), server=FedAdam(), summary=FEDOPT.format("Adam"), paper="Reddi et al., ICLR 2021"),
         Method("fedyogi", FedAvg(), server=FedYogi(), summary=FEDOPT.format("Yogi"), paper="Reddi et al., ICLR 2021"),
         Method(
@@ -215,7 +241,8 @@ class MethodInfo:
     name: str
     summary: str
     paper: str
-    needs: tuple[str, ...]
+    needs: tuple[str, ...]  # inputs of `aggregate`
+    groups: bool  # whether its clients are told about groups of people in training
     settings: Mapping[str, Any]
 
 
@@ -224,7 +251,8 @@ class MethodTable(Listing[MethodInfo]):
 
     def __repr__(self) -> str:
         rows = [("method", "needs", "paper", "what it does")]
-        rows += [(e.name, ", ".join(e.needs) or "-", e.paper, e.summary) for e in self._entries]
+        needs = [(*e.needs, *(("groups",) if e.groups else ())) for e in self._entries]
+        rows += [(e.name, ", ".join(n) or "-", e.paper, e.summary) for e, n in zip(self._entries, needs, strict=True)]
         return text_table(rows)
 
 
@@ -238,4 +266,4 @@ def _info(entry: Method) -> MethodInfo:
     settings = {**_values(entry.objective), **_values(entry.server), **_values(entry.rule)}
     asks = any(part.lr_setting and getattr(part, part.lr_setting) is None for part in (entry.rule, entry.server))
     needs = (*entry.rule.inputs, *(("lr",) if asks else ()))
-    return MethodInfo(entry.name, summary, entry.paper or entry.rule.paper, needs, settings)
+    return MethodInfo(entry.name, summary, entry.paper or entry.rule.paper, needs, entry.objective.grouped, settings)

@@ -17,6 +17,7 @@ import numpy as np
 from torch import Tensor
 
 from evenhand.checks import EvenhandError, number
+from evenhand.constraints import Leaning, View
 from evenhand.geometry import Floats
 
 Client = int | str
@@ -111,6 +112,10 @@ class Rule:
         """The inputs this setting of the rule needs."""
         return self.needs
 
+    def shares(self, sizes: Floats) -> Floats:
+        """What each of a round's clients is meant to count in the mean that the rule starts from."""
+        return np.full(len(sizes), 1.0 / len(sizes))
+
     def weigh(self, round: Round, memo: Memo) -> Weights:
         raise NotImplementedError(f"{type(self).__name__} is a rule without a weigh function")
 
@@ -140,6 +145,15 @@ class Objective:
     """What a client minimises."""
 
     name: ClassVar[str]
+
+    @property
+    def grouped(self) -> bool:
+        """Whether it asks, before each round's training, how the received model treats groups of people."""
+        return False
+
+    def lean(self, view: View, memo: Memo) -> Leaning:
+        """What the clients are told about groups and labels, given their sums over cells."""
+        raise NotImplementedError(f"{type(self).__name__} says nothing about groups")
 
 
 # ------------------------------------------------------------------------------- shared by several rules

@@ -15,7 +15,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from evenhand.checks import EvenhandError, number
+from evenhand.checks import EvenhandError, choice, number
+from evenhand.counts import KINDS
 from evenhand.geometry import Floats
 from evenhand.methods.base import Memo, Round, Rule, Weights, carry, recall, spread
 
@@ -25,6 +26,7 @@ class FairFed(Rule):
     """Weights drift towards clients whose group fairness resembles the population's."""
 
     beta: float = 1.0
+    measure: str = "eopp"  # what the simulator measures for it: dp, eodds, eopp or ap, from hard predictions
 
     name: ClassVar[str] = "fairfed"
     paper: ClassVar[str] = "Ezzeldin et al., AAAI 2023"
@@ -33,6 +35,10 @@ class FairFed(Rule):
 
     def __post_init__(self) -> None:
         number("beta", self.beta, low=0.0)
+        choice("measure", self.measure, KINDS)
+
+    def shares(self, sizes: Floats) -> Floats:
+        return sizes / sizes.sum()
 
     def weigh(self, round: Round, memo: Memo) -> Weights:
         present, clients = round.present, round.clients[: round.present]

@@ -32,6 +32,9 @@ class FedAvg(Rule):
     def inputs(self) -> tuple[str, ...]:
         return ("sizes",) if self.weights == "size" else ()
 
+    def shares(self, sizes: Floats) -> Floats:
+        return sizes / sizes.sum() if self.weights == "size" else super().shares(sizes)
+
     def weigh(self, round: Round, memo: Memo) -> Weights:
         shares = reference_weights(round, self.weights)
         return Weights(spread(round, shares))

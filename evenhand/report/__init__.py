@@ -11,7 +11,7 @@ import numpy as np
 
 from evenhand import storage
 from evenhand.fairness import few
-from evenhand.report import page
+from evenhand.report import groups, page
 from evenhand.report.svg import Floats, Line, bar_chart, line_chart
 
 if TYPE_CHECKING:
@@ -84,12 +84,15 @@ def run_page(runs: Runs) -> str:
             ),
         ),
     ]
+    grouped = groups.has_groups(runs)
     body = [
         page.head(f"{runs.experiment.method.name} on {runs.experiment.data_name}", _what(runs)),
         page.paragraph(runs.fairness.sentence(), "lead"),
+        *([page.paragraph(runs.group_sentence(), "lead")] if grouped else []),
         page.tiles(_tiles(runs, tail)),
-        page.charts(sections),
+        page.charts([*(groups.charts(runs) if grouped else []), *sections]),
         _worst_served(runs),
+        *(groups.by_client(runs) if grouped else []),
         *[page.paragraph(f"Note: {note}", "soft") for note in runs.notes],
         page.details("What was run", runs.experiment.to_toml()),
     ]
@@ -206,6 +209,10 @@ def comparison_page(comparison: Comparison) -> str:
             ),
         ),
     ]
+    if all(groups.has_groups(runs) for runs in comparison.runs.values()):
+        violation = line_chart(overlaid("dp", 100.0), x_title="rounds", y_title="percentage points", floor=0.0)
+        said = "Largest deviation of a group's rate of each prediction from everyone's; lower is fairer."
+        sections = [*groups.trade_offs(every), page.chart("Demographic parity", said, violation), *sections]
     seeds = ", ".join(map(str, comparison.seeds))
     body = [
         page.head("Comparison of " + ", ".join(comparison.labels), f"{comparison.experiment.setting()}; seeds {seeds}"),

@@ -23,7 +23,7 @@ p { margin: 6px 0 } .soft { color: var(--soft) } .lead { font-size: 17px; margin
 .tile { background: var(--tile); border-radius: 8px; padding: 12px 14px }
 .tile b { display: block; font-size: 24px; font-weight: 600; line-height: 1.3 } .tile small { color: var(--soft) }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 460px), 1fr)); gap: 30px 36px }
-section { min-width: 0 } section.wide { margin-top: 34px }
+section { min-width: 0 } section.wide, .wide + .charts { margin-top: 34px }
 svg { display: block; width: 100%; height: auto; margin-top: 6px }
 .grid { stroke: var(--grid) } .axis { stroke: var(--soft) } .tick { fill: var(--soft); font-size: 12px }
 .line { fill: none; stroke-width: 2; stroke-linejoin: round } .band { opacity: .16 } .name { font-size: 12px }
@@ -34,6 +34,7 @@ svg { display: block; width: 100%; height: auto; margin-top: 6px }
 .scroll { overflow-x: auto } table { border-collapse: collapse; margin: 10px 0; font-variant-numeric: tabular-nums }
 th, td { padding: 5px 16px 5px 0; text-align: right; border-bottom: 1px solid var(--grid); white-space: nowrap }
 sup { display: inline-block; width: 1.2em; text-align: left; line-height: 0 }
+.words td:last-child, .words th:last-child { text-align: left; white-space: normal; min-width: 22em }
 th { color: var(--soft); font-weight: 500 } th:first-child, td:first-child { text-align: left }
 @media (max-width: 600px) { .tick { font-size: 15px } .name { font-size: 14px } .tile b { font-size: 20px } }
 details { margin-top: 34px } summary { cursor: pointer; font-weight: 600 }

@@ -1,4 +1,4 @@
-"""Small charts as SVG text: lines with bands, and sorted bars. Colours come from the page, so they follow its mode."""
+"""Small charts as SVG text: lines with bands, sorted bars, rates with intervals. Colours are the page's own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,6 +16,9 @@ WIDTH, HEIGHT = 560, 300
 LEFT, RIGHT, TOP, BOTTOM = 58, 14, 12, 40
 COLOURS = 8  # the page defines --c0 to --c7; further lines are dashed
 LETTER = 6.4  # width of a letter of a line's name
+WIDE_LETTER = 7.2  # of a name that may hold capitals
+LONGEST = 32  # letters of a name beside a chart
+ROW = 22  # height of a row of a chart with names
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,16 @@ class Line:
     low: Floats | None = None
     high: Floats | None = None
     colour: int = 0
+
+
+class Point(NamedTuple):
+    """One point of a chart, and what is written beside it."""
+
+    name: str
+    x: float
+    y: float
+    colour: int = 0
+    said: str = ""
 
 
 @dataclass(frozen=True)
@@ -135,9 +148,81 @@ def bar_chart(
     return picture(parts, f"{y_title}, {x_title}")
 
 
-def picture(parts: Iterable[str], said: str) -> str:
+def interval_chart(
+    names: Sequence[str], values: Floats, low: Floats, high: Floats, *, everyone: float, x_title: str
+) -> str:
+    """A dot and its interval for every name, below each other, and a line where everyone is."""
+    x_low, x_high = span([values, low, high, np.array([everyone])], 0.0, 100.0)
+    widest = min(max(map(len, names)), LONGEST)
+    bottom = TOP + ROW * len(names)
+    x = Axis(x_low, x_high, widest * WIDE_LETTER + 14, WIDTH - RIGHT)
+    parts = []
+    for value in x.ticks():
+        at = x.at(value)
+        parts.append(f'<line class="grid" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{bottom}"/>')
+        parts.append(f'<text class="tick" text-anchor="middle" x="{at:.1f}" y="{bottom + 16}">{value:,g}</text>')
+    at = x.at(everyone)
+    parts.append(
+        f'<line class="axis" stroke-dasharray="4 3" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{bottom}"><title>'
+        f"everyone: {everyone:.1f}</title></line>"
+    )
+    for row, name in enumerate(names):
+        y = TOP + ROW * (row + 0.5)
+        shown = name if len(name) <= LONGEST else name[: LONGEST - 1] + "…"
+        parts.append(
+            f'<text class="tick" text-anchor="end" x="{x.start - 8:.1f}" y="{y + 4:.1f}">{escape(shown)}</text>'
+        )
+        if not math.isfinite(values[row]):
+            continue
+        ends = f'x1="{x.at(float(low[row])):.1f}" x2="{x.at(float(high[row])):.1f}" y1="{y:.1f}" y2="{y:.1f}"'
+        said = f"{name}: {values[row]:.1f} ({low[row]:.1f} .. {high[row]:.1f})"
+        parts.append(f'<line class="whisker" {ends}/>')
+        parts.append(
+            f'<circle class="bar" cx="{x.at(float(values[row])):.1f}" cy="{y:.1f}" r="4"><title>{escape(said)}</title>'
+            "</circle>"
+        )
+    middle = (x.start + x.end) / 2
+    parts.append(f'<text class="tick" text-anchor="middle" x="{middle:.1f}" y="{bottom + 32}">{escape(x_title)}</text>')
+    return picture(parts, x_title, bottom + 38)
+
+
+def scatter_chart(points: Sequence[Point], *, x_title: str, y_title: str, joined: bool = False) -> str:
+    """Points, named where they say something; those of a colour joined in their order where they follow each other."""
+    xs, ys = (np.array([getattr(point, axis) for point in points]) for axis in ("x", "y"))
+    low, high = span([xs, np.zeros(1)], 0.0, math.inf)
+    x = Axis(low, high, LEFT, WIDTH - RIGHT)
+    y = Axis(*span([ys], 0.0, 100.0), HEIGHT - BOTTOM, TOP)
+    parts = [*grid(x, y, x_title, y_title)]
+    shades = np.array([point.colour for point in points])
+    for shade in np.unique(shades).tolist() if joined else []:
+        path = path_of(xs[shades == shade], ys[shades == shade], x, y)
+        parts.append(f'<path class="line" style="stroke:{colour(shade)};opacity:.4" d="{path}"/>')
+    taken: list[tuple[float, float]] = []
+    for point in sorted(points, key=lambda one: -one.y):
+        if not (math.isfinite(point.x) and math.isfinite(point.y)):
+            continue
+        at, height = x.at(point.x), y.at(point.y)
+        said = f"{point.name}: {point.x:.1f}, {point.y:.1f}"
+        parts.append(
+            f'<circle style="fill:{colour(point.colour)}" cx="{at:.1f}" cy="{height:.1f}" r="4"><title>{escape(said)}'
+            "</title></circle>"
+        )
+        if point.said:
+            width = len(point.said) * LETTER
+            place = height + 4
+            while any(abs(place - other) < 12 and abs(at - beside) < width for beside, other in taken):
+                place += 12
+            taken.append((at, place))
+            left = at + 7 + width < WIDTH
+            anchor = f'x="{at + 7:.1f}"' if left else f'text-anchor="end" x="{at - 7:.1f}"'
+            style = f'style="fill:{colour(point.colour)}"'
+            parts.append(f'<text class="name" {style} {anchor} y="{place:.1f}">{escape(point.said)}</text>')
+    return picture(parts, f"{y_title} against {x_title}")
+
+
+def picture(parts: Iterable[str], said: str, height: int = HEIGHT) -> str:
     body = "\n".join(parts)
-    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(said)}">\n{body}\n</svg>'
+    return f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(said)}">\n{body}\n</svg>'
 
 
 def grid(x: Axis, y: Axis, x_title: str, y_title: str, x_ticks: bool = True) -> Iterable[str]:

@@ -83,7 +83,7 @@ def test_synthetic_sizes_and_seed():
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("fasion-mnist", {}, r"unknown data set 'fasion-mnist'; did you mean 'fashion-mnist'\? .* lists all 17"),
+        ("fasion-mnist", {}, r"unknown data set 'fasion-mnist'; did you mean 'fashion-mnist'\? .* lists all 18"),
         ("synthetic", {}, "needs two numbers, such as synthetic:1,1"),
         ("synthetic:1", {}, "needs two numbers"),
         ("synthetic:1,x", {}, "needs two numbers"),
@@ -303,6 +303,7 @@ def test_hub_images_by_client(stub):
 
     stub["team/letters"] = {"train": part(12), "test": part(6), "extra": part(3)}
     data = load("hub:team/letters", client_column="writer")
+    assert load("hub:team/letters", sensitive="writer").groups()["writer"].values == ("w0", "w1")
     assert (data.shape, len(data), data.train_rows) == ((3, 4, 5), 18, 12)
     assert data.class_names == ("a", "b", "c")
     assert data.inputs[2, 0, 0, 0] == pytest.approx(20 / 255)
@@ -315,6 +316,7 @@ def test_hub_tables(stub):
     stub["team/table"] = {"train": HubSplit(rows), "validation": HubSplit(rows)}
     data = load("hub:team/table", sensitive="sex")
     assert data.feature_names == ("age", "sex=F", "sex=M")
+    assert data.groups()["sex"].values == ("F", "M", "unknown")
     assert (len(data), data.train_rows) == (8, 4)
     with pytest.raises(eh.EvenhandError, match="has no column 'writer'"):
         load("hub:team/table", client_column="writer")

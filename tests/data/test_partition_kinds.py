@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import numpy as np
@@ -225,12 +226,32 @@ def test_lognormal_sizes_have_the_published_spread():
 )
 def test_shares_are_reproduced(spec, table):
     sex = np.repeat(["F", "M"], [1000, 2000])
-    data = small(3000, columns={"sensitive": sex})
+    data = small(3000, columns={"sex": sex}, sensitive=("sex",))
     found = partition(data, spec)
     for client in range(found.clients):
         held = np.concatenate([found.train[client], found.test[client]])
         shares = [100 * (sex[held] == s).sum() / (sex == s).sum() for s in ("F", "M")]
         np.testing.assert_allclose(shares, [row[client] for row in table], atol=0.1)
+
+
+def test_mfairfls_tables_give_the_smallest_group_the_first_row():
+    rng = np.random.default_rng(0)
+    race = rng.choice(["a", "b", "c", ""], 5000, p=[0.6, 0.15, 0.24, 0.01])
+    sex = rng.choice(["F", "M"], 5000)
+    data = small(5000, columns={"race": race, "sex": sex}, sensitive=("race", "sex"))
+    groups = data.groups()
+    found = partition(data, "shares:high")  # the first attribute decides
+    assert groups["race"].values == ("a", "b", "c", "unknown")
+    held = found.group_counts(groups["race"]) / groups["race"].counts
+    np.testing.assert_allclose(held[:, 1], [0.5, 0.1, 0.1, 0.2, 0.1], atol=0.01)
+    for others in (0, 2):
+        np.testing.assert_allclose(held[:, others], [0.1, 0.4, 0.3, 0.1, 0.1], atol=0.01)
+    crossed = partition(data, "shares:high,by=sex+race")
+    held = crossed.group_counts(data.groups("sex,race").joint) / data.groups("sex,race").joint.counts
+    assert np.isclose(held[0], 0.5, atol=0.01).sum() == 1
+    assert partition(data, "shares:low,by=sex").clients == 5
+    found_by_name = partition(data, "shares:b=50/10/10/20/10,*=10/40/30/10/10")
+    assert found_by_name.fingerprint() == found.fingerprint()
 
 
 def test_natural_clients_have_names_and_can_be_chosen():
@@ -331,14 +352,16 @@ def test_min_size_is_enforced_or_refused():
         ("natural:town", {}, r"small has no column 'town' \(its columns: site, sex\)"),
         ("shares:lwo", {"by": "sex"}, "shares:lwo needs 'low', 'high' or a table .* did you mean 'low'"),
         ("shares", {"by": "sex"}, "needs 'low', 'high' or a table"),
-        ("shares:50/50", {"by": "sex"}, "has 1 rows, but column 'sex' has 2 groups"),
+        ("shares:50/50", {"by": "sex"}, "has 1 rows, but 'sex' has 2 groups"),
         ("shares:F=a/b,M=1/0", {"by": "sex"}, "'F=a/b' is not a row of shares"),
         ("shares:10/20,50/50", {"by": "sex"}, "sums to 30; a group's shares sum to 100"),
         ("shares:F=50/50", {"by": "sex"}, "says nothing of group 'M'"),
         ("shares:F=50/50,N=1/0", {"by": "sex"}, "has no group 'N'"),
         ("shares:50/50,20/30/50", {"by": "sex"}, "same number of clients"),
-        ("shares:low", {"by": "sex", "clients": 3}, "is a table for 5 clients, not clients=3"),
-        ("shares:low", {"by": "site"}, "has 2 rows, but column 'site' has 4 groups"),
+        ("shares:low", {"by": "sex", "clients": 3}, "is a table for 5 clients, not clients=3; leave clients out"),
+        ("shares:50/50,1/0", {"by": "site"}, r"has 2 rows, but 'site' has 4 groups \(a, b, c, d\); name them"),
+        ("shares:low", {"by": "sex+town"}, "no column 'town'"),
+        ("shares:low", {}, "small has no sensitive attribute; name one"),
         ("iid", {"cap": 2}, r"iid has no option 'cap' \(its options: none\)"),
         ("dir:1,caps=2", {}, "dir has no option 'caps'; did you mean 'cap'"),
         ("iid", {"clients": 0}, "clients=0 must be a whole number, at least 1"),
@@ -374,6 +397,10 @@ def test_a_partition_prints_as_a_table():
     first = np.flatnonzero(counts[0])
     assert ", ".join(f"{data.class_names[c]}: {counts[0, c]}" for c in first) in said
     assert counts.sum() == 200
+    grouped = people(200, sensitive=("sex", "site"))
+    first = partition(grouped, "natural:site").table(grouped).splitlines()[1:3]
+    assert first[0].split() == ["client", "train", "validation", "test", "labels", "sex", "site"]
+    assert re.search(r"  F: \d+, M: \d+ +a: \d+$", first[1])
     assert "note: " in partition(small(4, classes=2), "iid", clients=6).table(small(4, classes=2))
 
 

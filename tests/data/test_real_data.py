@@ -33,15 +33,53 @@ def test_adult():
     assert abs(data.inputs[:32_561, 0].mean()) < 1e-5
 
 
-def test_adult_in_mfairfls_shares():
-    data = at_hand("adult")
-    found = partition(data, "shares:high")
-    sex = data.columns["sensitive"]
-    held = [np.concatenate([found.train[k], found.test[k]]) for k in range(5)]
-    for group, shares in (("Female", (50, 10, 10, 20, 10)), ("Male", (10, 40, 30, 10, 10))):
-        measured = [100 * (sex[rows] == group).sum() / (sex == group).sum() for rows in held]
-        np.testing.assert_allclose(measured, shares, atol=0.01)
-    assert found.test.indices.min() >= 32_561
+@pytest.mark.parametrize(
+    ("name", "sensitive", "disadvantaged", "groups"),
+    [
+        ("adult", "sex", "Female", 2),
+        ("adult", "sex,age_band", "Female", 6),
+        ("compas", "sex", "Female", 2),
+        ("compas", "sex,race", "Female", 12),
+        ("bank", "age_group", "other", 2),
+        ("bank", "age_band,marital", "other", 9),
+    ],
+)
+@pytest.mark.parametrize("table", ["low", "high"])
+def test_mfairfls_five_clients(name, sensitive, disadvantaged, groups, table):
+    data = at_hand(name, sensitive=sensitive)
+    found = partition(data, f"shares:{table}")
+    first = data.groups().attributes[0]
+    held = 100 * found.group_counts(first) / first.counts
+    rows = {"low": ([30, 30, 20, 10, 10], [10, 20, 20, 20, 30]), "high": ([50, 10, 10, 20, 10], [10, 40, 30, 10, 10])}
+    for place, group in enumerate(first.values):
+        np.testing.assert_allclose(held[:, place], rows[table][group != disadvantaged], atol=0.1)
+    assert len(data.groups().joint.values) == groups
+    assert not found.notes
+    assert data.train_rows is not None
+    assert found.test.indices.min() >= data.train_rows
+
+
+@pytest.mark.parametrize(
+    ("name", "sensitive", "hidden"),
+    [
+        ("adult", "sex,age_band", ("sex", "age")),
+        ("compas", "sex,race", ("sex", "race")),
+        ("bank", "age_band,marital", ("age", "marital")),
+    ],
+)
+def test_people_can_be_prepared_from_a_partitions_training_rows(name, sensitive, hidden):
+    data = at_hand(name, sensitive=sensitive, include_sensitive=False)
+    drawn = partition(data, "iid", clients=5, split=(0.8, 0.0, 0.2), seed=3)
+    assert any("tested on" in note for note in drawn.notes)
+    fitted = data.fitted_on(drawn.train.indices)
+    assert not {feature.partition("=")[0] for feature in fitted.feature_names} & {*hidden}
+    trained = fitted.inputs[drawn.train.indices].double()
+    numbers = [place for place, feature in enumerate(fitted.feature_names) if "=" not in feature]
+    np.testing.assert_allclose(trained[:, numbers].mean(dim=0), 0, atol=1e-4)
+    np.testing.assert_allclose(trained[:, numbers].std(dim=0, correction=0), 1, atol=1e-4)
+    words = [place for place, feature in enumerate(fitted.feature_names) if "=" in feature]
+    assert (trained[:, words].sum(dim=0) > 0).all()  # every category was met in training
+    assert fitted.sensitive == data.sensitive
 
 
 def test_compas():

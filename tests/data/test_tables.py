@@ -11,7 +11,8 @@ from official import write_csv
 
 import evenhand as eh
 from evenhand.data import load, partition, people
-from evenhand.data.tabular import Preparation, Table, bands, read_csv, typed
+from evenhand.data.attributes import bands
+from evenhand.data.tabular import Preparation, Table, read_csv, typed
 
 ADULT = [
     "39, State-gov, 77516, Bachelors, 13, Never-married, Tech-support, Unmarried, White, Male, 2174, 0, 40, Cuba, {}",
@@ -34,7 +35,8 @@ def test_adult_is_read_with_its_official_split(adult_folder):
     data = load("adult", data_dir=adult_folder)
     assert (len(data), data.train_rows, data.class_names) == (9, 6, ("<=50K", ">50K"))
     assert data.targets.tolist() == [0, 1, 0] * 3
-    assert data.columns["sensitive"].tolist() == ["Male", "Male", "Female"] * 3
+    assert data.sensitive == ("sex",)
+    assert data.columns["sex"].tolist() == ["Male", "Male", "Female"] * 3
     assert data.columns["age_band"].tolist() == ["25-40", "41-65", "25-40"] * 3
     assert "fnlwgt" not in data.feature_names
     private = data.feature_names.index("workclass=Private")
@@ -47,13 +49,20 @@ def test_adult_is_read_with_its_official_split(adult_folder):
 def test_the_sensitive_attribute_can_stay_out_of_the_inputs(adult_folder):
     data = load("adult", data_dir=adult_folder, sensitive="sex,race", include_sensitive=False)
     assert not [name for name in data.feature_names if name.startswith(("sex", "race"))]
-    assert data.columns["sensitive"].tolist()[:3] == ["Male & White", "Male & Black", "Female & White"]
-    by_age = load("adult", data_dir=adult_folder, sensitive="age_band", include_sensitive=False)
-    assert "age" not in by_age.feature_names
+    assert data.sensitive == ("sex", "race")
+    assert data.groups().joint.values == ("Female & White", "Male & Black", "Male & White")
+    assert data.groups().joint.codes[:3].tolist() == [2, 1, 0]
+    for ages in ("age_band", "age:30,50"):
+        by_age = load("adult", data_dir=adult_folder, sensitive=ages, include_sensitive=False)
+        assert by_age.sensitive == ("age_band",)
+        assert "age" not in by_age.feature_names
+    assert by_age.columns["age_band"].tolist()[:3] == ["30-49", "50+", "<30"]
     plain = load("adult", data_dir=adult_folder, features="categorical")
     assert set(plain.inputs.unique().tolist()) == {0.0, 1.0}
-    with pytest.raises(eh.EvenhandError, match="no column 'gender'"):
+    with pytest.raises(eh.EvenhandError, match=r"adult has no column 'gender'; did you mean 'sex'\? \(it has age,"):
         load("adult", data_dir=adult_folder, sensitive="gender")
+    with pytest.raises(eh.EvenhandError, match="include_sensitive='no' must be True or False"):
+        load("adult", data_dir=adult_folder, include_sensitive="no")
 
 
 @pytest.mark.parametrize(
@@ -129,7 +138,9 @@ def test_bank_hides_the_duration_and_bands_the_ages(tmp_path, monkeypatch):
     data = load("bank", data_dir=tmp_path, order="file")
     assert "duration" not in data.feature_names
     assert "duration" in load("bank", data_dir=tmp_path, duration=True).feature_names
-    assert data.columns["sensitive"].tolist() == ["other"] * 2 + ["25-60"] * 7 + ["other"] * 3
+    assert data.sensitive == ("age_group",)
+    assert data.columns["age_group"].tolist() == ["other"] * 2 + ["25-60"] * 7 + ["other"] * 3
+    assert "age" not in load("bank", data_dir=tmp_path, include_sensitive=False).feature_names
     assert data.columns["age_band"].tolist()[:3] == ["other", "20-40", "20-40"]
     write_bank(tmp_path, monkeypatch, rows=11)
     with pytest.raises(eh.EvenhandError, match=r"bank-full.csv has 11 rows, expected 12"):
@@ -176,7 +187,9 @@ def test_a_csv_of_ones_own(tmp_path):
     assert (len(data), data.train_rows) == (40, 32)
     np.testing.assert_allclose(data.inputs[:32, :2].mean(dim=0), 0, atol=1e-6)
     assert partition(data, "natural").names == ("site-0", "site-1", "site-2")
-    assert {*data.columns} == {"sex", "site", "client", "sensitive"}
+    assert {*data.columns} == {"sex", "site", "client"}
+    assert data.sensitive == ("sex",)
+    assert load(path, client_column="site").sensitive == ()
     in_order = load(path, client_column="site", order="file", test=0.25)
     assert in_order.columns["client"].tolist() == [row[3] for row in OWN]
     assert load(path, test=0).train_rows is None
@@ -192,6 +205,9 @@ def test_features_can_be_fitted_on_a_partitions_training_rows(tmp_path):
     np.testing.assert_allclose(fitted.inputs[found.train.indices, 0].mean(), 0, atol=1e-6)
     assert abs(fitted.inputs[:, 0].mean()) > 1e-6
     torch.testing.assert_close(data.targets, fitted.targets)
+    assert any("rows that clients are tested on" in note for note in found.notes)
+    assert not partition(fitted, "natural").notes
+    assert not partition(load(path, client_column="site"), "natural").notes  # the official split keeps them apart
     image = load("synthetic-iid", clients=2)
     assert image.fitted_on(np.arange(3)) is image
 
@@ -219,6 +235,7 @@ def test_an_npz_of_ones_own(tmp_path):
     assert (data.shape, data.classes) == ((3, 4), 3)
     assert {*data.columns} == {"site", "client"}
     assert partition(data, "natural").clients == 2
+    assert load(tmp_path / "my.npz", sensitive="site").groups()["site"].values == ("0", "1")
     np.savez(tmp_path / "tokens.npz", tokens=np.arange(20).reshape(10, 2), label=np.array(list("abababcccc")))
     tokens = load(tmp_path / "tokens.npz", inputs="tokens", target="label")
     assert tokens.inputs.dtype == torch.int64
@@ -237,6 +254,11 @@ def test_an_npz_of_ones_own(tmp_path):
     [
         ({"target": "z"}, r"my.csv has no column 'z' \(it has age, sex.*name the column to predict with --target"),
         ({"client_column": "sites"}, "has no column 'sites'; did you mean 'site'"),
+        ({"sensitive": "sexe"}, r"my.csv has no column 'sexe'; did you mean 'sex'\?"),
+        ({"sensitive": "sex,dose"}, "'dose' holds 40 different values, too many .* such as dose:6.5,13"),
+        ({"sensitive": "age:40,30"}, "age:40,30 needs the edges of the bands, rising"),
+        ({"sensitive": "age:old"}, "age:old needs the edges of the bands"),
+        ({"sensitive": "sex:1,2"}, "'sex' holds words, which have no bands"),
         ({"max_levels": 2}, "text column 'site' holds 3 different values.*drop='site', or raise max_levels=2"),
         ({"drop": "age,sex,dose,site"}, "no feature columns are left"),
         ({"test": 1.5}, "test=1.5 must be a number"),
@@ -284,4 +306,4 @@ def test_csv_quirks(tmp_path):
 
 def test_bands_are_closed_intervals():
     ages = np.array([24, 25, 40, 41, 65, 66, np.nan])
-    assert bands(ages, ((25, 40), (41, 65))).tolist() == ["other", "25-40", "25-40", "41-65", "41-65", "other", "other"]
+    assert bands(ages, ((25, 40), (41, 65))).tolist() == ["other", "25-40", "25-40", "41-65", "41-65", "other", ""]
