@@ -12,6 +12,7 @@ vectors in float64, so that a reader with the paper open can check it line by li
 """
 
 import numpy as np
+import torch
 
 VANISHED = 1e-12
 LARGEST_COSINE_GOAL = 1 - 1e-6
@@ -652,3 +653,222 @@ def fedadagrad(u, state, lr, tau, beta1=0.0):
         return second + square
 
     return fedopt(u, state, lr, beta1, tau, second_moment, lambda steps: 1.0)
+
+
+# Group methods: whole rounds of one full-batch gradient step a client, by autograd in float64
+#
+# A client is a dictionary: inputs, labels (torch) and groups, one mask a group. `scores(model, inputs)`: the network.
+
+
+def deviations(kind, probabilities, losses, labels, groups):
+    """mFairFL eqs. 2 to 6: F(D) - F(D^s) for each label, group and class; None where nobody is to be compared.
+
+    Of two classes the second stands for both. "loss" is eq. 5 as typed: the groups' mean losses.
+    """
+    classes = probabilities.shape[1]
+    outcomes = [1] if classes == 2 else range(classes)
+    everybody = torch.ones(len(labels), dtype=torch.bool)
+    columns = [probabilities[:, c] for c in outcomes]
+    if kind == "dp":
+        questions = [(everybody, columns)]
+    elif kind == "eodds":
+        questions = [(labels == y, columns) for y in range(classes)]
+    elif kind == "eopp":
+        questions = [(labels == y, [probabilities[:, y]]) for y in outcomes]
+    elif kind == "ap":
+        questions = [(everybody, [probabilities[torch.arange(len(labels)), labels]])]
+    else:
+        questions = [(everybody, [losses])]
+    found = []
+    for among, values in questions:
+        for group in groups:
+            for value in values:
+                somebody = bool((among & group).any())
+                found.append(value[among].mean() - value[among & group].mean() if somebody else None)
+    return found
+
+
+def constrained_gradients(
+    models, clients, scores, shares, multipliers, kinds, alpha, gamma, damping=0.0, form="absolute", sharpness=1.0
+):
+    """mFairFL eqs. 10 to 12 (FPFL with damping): the multipliers' step, then each client's part of J's gradient.
+
+    J = L + sum_j lambda_j h_j, h_j = |d_j| - alpha, over the data of all given clients; "two-sided" has d_j - alpha and
+    -d_j - alpha instead. Every client has a copy of the model of its own, so that autograd tells whose samples push
+    where; its part of the constraints is divided by its share, so that the mean by shares is J's gradient.
+    """
+    own = [torch.tensor(model, requires_grad=True) for model in models]
+    said = [scores(model, client["inputs"]) for model, client in zip(own, clients, strict=True)]
+    labels = torch.cat([client["labels"] for client in clients])
+    groups = [torch.cat(masks) for masks in zip(*(client["groups"] for client in clients), strict=True)]
+    probabilities = torch.softmax(sharpness * torch.cat(said), dim=1)
+    losses = torch.nn.functional.cross_entropy(torch.cat(said), labels, reduction="none")
+    risks = [part.mean() for part in losses.split([len(client["labels"]) for client in clients])]
+
+    penalty, after = torch.zeros(()), []
+    gaps = [gap for kind in kinds for gap in deviations(kind, probabilities, losses, labels, groups)]
+    for number, gap in enumerate(gaps):
+        if gap is None:
+            after.append([0.0, 0.0] if multipliers is None else multipliers[number])
+            continue
+        held = []
+        for place, side in enumerate([abs(gap)] if form == "absolute" else [gap, -gap]):
+            violation = side.item() - alpha
+            before = 0.0 if multipliers is None else multipliers[number][place]
+            held.append(max(0.0, before + gamma * violation))
+            penalty = penalty + max(0.0, held[-1] + damping * violation) * side
+        after.append(held)
+
+    parts = torch.autograd.grad(penalty, own, retain_graph=True) if penalty.requires_grad else [0.0] * len(own)
+    risk_parts = torch.autograd.grad(sum(risks), own)
+    gradients = [(risk + part / share).numpy() for risk, part, share in zip(risk_parts, parts, shares, strict=True)]
+    return np.array(gradients), [risk.item() for risk in risks], after
+
+
+def merged(clients):
+    """All clients' data as one client's."""
+    return {
+        "inputs": torch.cat([client["inputs"] for client in clients]),
+        "labels": torch.cat([client["labels"] for client in clients]),
+        "groups": [torch.cat(masks) for masks in zip(*(client["groups"] for client in clients), strict=True)],
+    }
+
+
+def sizes_of(clients):
+    return np.array([len(client["labels"]) for client in clients], dtype=float)
+
+
+def mfairfl(model, clients, scores, rounds, lr, beta=1.0, delta=0.01, **constraint):
+    """mFairFL (Su et al. 2024, Algorithms 1 and 2): the server's multipliers, then the clients' conflicts."""
+    multipliers, goals, number = None, None, len(clients)
+    for _ in range(rounds):
+        gradients, risks, multipliers = constrained_gradients(
+            [model] * number, clients, scores, [1 / number] * number, multipliers, **constraint
+        )
+        update, goals = mfairfl_conflicts(lr * gradients, risks, range(number), goals, beta, delta)
+        model = model - update
+    return model
+
+
+def fpfl(model, clients, scores, rounds, lr, **constraint):
+    """FPFL (Rodriguez-Galvez et al. 2021) without its noise: the same, averaged by size."""
+    multipliers, shares = None, normalised(sizes_of(clients))
+    for _ in range(rounds):
+        gradients, _, multipliers = constrained_gradients(
+            [model] * len(clients), clients, scores, shares, multipliers, **constraint
+        )
+        model = model - lr * fedavg(gradients, shares)
+    return model
+
+
+def indfair(model, clients, scores, rounds, lr, **constraint):
+    """IndFair (mFairFL eq. 7): every client by itself; one model a client."""
+    models, multipliers = [model] * len(clients), [None] * len(clients)
+    for _ in range(rounds):
+        for k, client in enumerate(clients):
+            (gradient,), _, multipliers[k] = constrained_gradients(
+                [models[k]], [client], scores, [1.0], multipliers[k], **constraint
+            )
+            models[k] = models[k] - lr * gradient
+    return np.array(models)
+
+
+def fedavg_f(model, clients, scores, rounds, lr, **constraint):
+    """FedAvg-f (mFairFL's baseline): every client its own constraints and multipliers, FedAvg of the models."""
+    multipliers = [None] * len(clients)
+    for _ in range(rounds):
+        updates = []
+        for k, client in enumerate(clients):
+            (gradient,), _, multipliers[k] = constrained_gradients(
+                [model], [client], scores, [1.0], multipliers[k], **constraint
+            )
+            updates.append(lr * gradient)
+        model = model - fedavg(np.array(updates), sizes_of(clients))
+    return model
+
+
+def weighted_gradient(model, client, scores, weights):
+    """Gradient of sum_i weights_i l_i."""
+    own = torch.tensor(model, requires_grad=True)
+    losses = torch.nn.functional.cross_entropy(scores(own, client["inputs"]), client["labels"], reduction="none")
+    return torch.autograd.grad((torch.as_tensor(weights) * losses).sum(), own)[0].numpy()
+
+
+def fedfb(model, clients, scores, rounds, lr, step):
+    """FedFB (Zeng et al. 2021) for demographic parity: lambda_yz / n_z a sample, clients count by n_c = their sum.
+
+    The summed loss is put on the scale of a client's mean, n / n_k times it; each group is clipped at its own size.
+    """
+    everyone = merged(clients)
+    total, zs = len(everyone["labels"]), range(len(everyone["groups"]))
+    cells = [[(group & (everyone["labels"] == y)) for group in everyone["groups"]] for y in (0, 1)]
+    counts = [[int(cells[y][z].sum()) for z in zs] for y in (0, 1)]
+    n = [counts[0][z] + counts[1][z] for z in zs]
+    lam = [[n[z] / total for z in zs] for y in (0, 1)]
+    for r in range(rounds):
+        updates, n_c = [], []
+        for client in clients:
+            weights = np.zeros(len(client["labels"]))
+            for i, y in enumerate(client["labels"].tolist()):
+                z = next(z for z in zs if client["groups"][z][i])
+                weights[i] = lam[y][z] / n[z]
+            gradient = weighted_gradient(model, client, scores, weights)
+            updates.append(lr * total / len(weights) * gradient)
+            n_c.append(weights.sum())
+        model = model - fedavg(np.array(updates), np.array(n_c))
+
+        said = scores(torch.tensor(model), everyone["inputs"])
+        losses = torch.nn.functional.cross_entropy(said, everyone["labels"], reduction="none")
+        summed = [[float(losses[cells[y][z]].sum()) for z in zs] for y in (0, 1)]
+        for z in zs[1:]:
+            f = -summed[0][0] / n[0] + summed[1][0] / n[0] + summed[0][z] / n[z] - summed[1][z] / n[z]
+            f += counts[0][0] / n[0] - counts[0][z] / n[z]
+            lam[0][z] += step / np.sqrt(r + 1) * f
+            lam[0][0] -= step / np.sqrt(r + 1) * f
+        for z in zs:
+            lam[0][z] = min(max(lam[0][z], 0.0), 2 * n[z] / total)
+            lam[1][z] = 2 * n[z] / total - lam[0][z]
+    return model
+
+
+def reweighed(client):
+    """Kamiran and Calders 2012: every sample weighs P(group) P(label) / P(group, label), counted in its own data."""
+    labels, total = client["labels"].tolist(), len(client["labels"])
+    joint = [tuple(bool(group[i]) for group in client["groups"]) for i in range(total)]
+    pairs = list(zip(joint, labels, strict=True))
+    return np.array([joint.count(z) * labels.count(y) / (total * pairs.count((z, y))) for z, y in pairs])
+
+
+def opportunity(client, predicted):
+    """FairFed eq. 3: the second group's true positive rate minus the first's."""
+    rates = []
+    for group in client["groups"]:
+        positives = group & (client["labels"] == 1)
+        rates.append(float(predicted[positives].double().mean()) if positives.any() else np.nan)
+    return rates[1] - rates[0]
+
+
+def fairfed_rounds(model, clients, scores, rounds, lr, beta):
+    """FairFed (Ezzeldin et al. 2023, Algorithm 1) with local reweighting."""
+    state, everyone, sizes = None, merged(clients), sizes_of(clients)
+    for _ in range(rounds):
+        predicted = [scores(torch.tensor(model), client["inputs"]).argmax(1) for client in clients]
+        fairness = [opportunity(client, said) for client, said in zip(clients, predicted, strict=True)]
+        right = [(said == client["labels"]).double() for client, said in zip(clients, predicted, strict=True)]
+        updates = [
+            lr * weighted_gradient(model, client, scores, reweighed(client) / len(client["labels"]))
+            for client in clients
+        ]
+        update, state = fairfed(
+            np.array(updates),
+            sizes,
+            fairness,
+            opportunity(everyone, torch.cat(predicted)),
+            [float(one.mean()) for one in right],
+            float(torch.cat(right).mean()),
+            range(len(clients)),
+            state,
+            beta,
+        )
+        model = model - update
+    return model

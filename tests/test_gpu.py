@@ -38,6 +38,26 @@ def test_a_run_can_be_repeated_and_resumed_to_the_last_bit(name, model, tmp_path
     assert torch.equal(finals(continued), once)
 
 
+GROUPS = {"data": "synthetic-groups", "clients": None, "participation": 1.0, "model": "logistic"}
+
+
+@pytest.mark.parametrize("name", ["mfairfl", "fpfl", "fedfb", "fairfed", "fedavg-f", "indfair", "cenfair"])
+def test_group_methods_can_be_repeated_and_give_the_cpus_numbers(name, tmp_path):
+    def ends(made: Simulation) -> torch.Tensor:
+        made.run()
+        own = [replica.model if replica.personal is None else replica.personal for replica in made.replicas]
+        return torch.stack(own).cpu()
+
+    once, again, expected = (ends(simulation_of(name, device, **GROUPS)) for device in ("cuda", "cuda", "cpu"))
+    assert torch.equal(once, again)
+    assert torch.linalg.norm(once - expected) <= 1e-3 * torch.linalg.norm(expected)
+    stopped, continued = simulation_of(name, **GROUPS), simulation_of(name, **GROUPS)
+    stopped.run(until=3)
+    save(stopped, tmp_path / "checkpoint")
+    restore(continued, tmp_path / "checkpoint")
+    assert torch.equal(ends(continued), once)
+
+
 def convolution(shape, classes):
     layers = torch.nn.Conv2d(1, 4, 3), torch.nn.ReLU(), torch.nn.MaxPool2d(2), torch.nn.Flatten()
     return torch.nn.Sequential(*layers, torch.nn.Linear(36, classes))

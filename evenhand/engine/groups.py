@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from evenhand.checks import EvenhandError
-from evenhand.constraints import Cells, Leaning, Sums, signed_gap
+from evenhand.constraints import Cells, Leaning, Sums, View, signed_gap
 from evenhand.data import Dataset
 from evenhand.methods import Method
 
@@ -70,14 +70,21 @@ def looks_at_groups(method: Method) -> bool:
     return method.objective.grouped or "fairness" in method.rule.inputs
 
 
-def check_groups(method: Method, dataset: Dataset) -> None:
-    """Insist on sensitive attributes where a method looks at groups."""
+def check_groups(method: Method, dataset: Dataset, cells: Cells | None = None) -> None:
+    """Insist, before the first round, on sensitive attributes where a method looks at groups, and on what it can do.
+
+    cells: of the data set, where they are known already.
+    """
     if looks_at_groups(method) and not dataset.sensitive:
         other = f"{method.name}:measure=off" if hasattr(method.objective, "measure") else "another method"
         raise EvenhandError(
             f"{method.name} looks at groups of people, and {dataset.name} names no sensitive attribute; name one "
             f"(--sensitive sex, sensitive='sex'), or take {other}"
         )
+    cells = cells or (cells_of(dataset)[0] if method.objective.grouped else None)
+    if method.objective.grouped and cells is not None:  # asked once, about one person of every kind
+        one = np.broadcast_to(np.eye(cells.classes)[:1], (1, cells.count, cells.classes))
+        method.objective.lean(View(cells, Sums(one, one[..., 0], one), (0,), np.ones(1), 0), {})
 
 
 def sharpness(method: Method) -> float:

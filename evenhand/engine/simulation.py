@@ -153,7 +153,7 @@ class Simulation:
         for replica in self.replicas:
             if len(replica.partition.train) == 0:
                 raise EvenhandError("the partition has no clients")
-            check_groups(replica.method, dataset)
+            check_groups(replica.method, dataset, self.cells)
         if len({replica.method.training for replica in self.replicas}) > 1:
             raise EvenhandError("replicas that train together must all be federated, alone or pooled")
 
@@ -231,7 +231,8 @@ class Simulation:
             here = np.zeros(1, dtype=np.int64) if pooled else sampling.draw(replica.seed, index, sizes)
             here = here[sizes[here] > 0]  # a client without training data has nothing to say
             asked.append(here)
-            lost.append(sampling.failed(replica.seed, index, here))
+            sending = replica.method.training == "federated"  # who sends nothing cannot fail to
+            lost.append(sampling.failed(replica.seed, index, here) if sending else np.zeros(len(here), dtype=bool))
             whose.append((replica.seed, id(replica.partition), pooled))
             if whose[-1] not in plans:
                 epochs = sampling.epochs(replica.seed, index, here, work.epochs)

@@ -398,7 +398,7 @@ def evaluate(module: nn.Module, shape: Shape, models: Tensor, asked: Asked) -> t
             scores = [functional_call(module, tensors, (asked.inputs[index],)) for tensors in each]
         answer = scores[0]
         if len(scores) > 1:
-            answer = torch.stack([torch.softmax(one, dim=-1) for one in scores]).mean(0).log()
+            answer = torch.stack([torch.log_softmax(one, dim=-1) for one in scores]).logsumexp(0)  # up to log(models)
         wanted, classes = asked.targets[index], answer.shape[-1]
         found[0, part] = functional.cross_entropy(answer, wanted, reduction="none").double()
         predicted[part] = answer.argmax(-1)
