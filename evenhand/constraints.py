@@ -144,18 +144,19 @@ class Constraints:
             rates.append(np.divide(found, of, out=np.full_like(of, np.nan), where=of > 0))
         return np.asarray(rates[0] - rates[1])
 
-    def push(self, sums: Sums, multipliers: Floats) -> Floats:
-        """Derivative of `multipliers @ gaps` by every column of a cell's sample (rows x cells x (classes + 1)).
+    def slopes(self, sums: Sums) -> Floats:
+        """Derivative of every gap by each column of a cell's sample (rows x gaps x cells x (classes + 1)).
 
-        A gap with nobody to compare pushes nobody.
+        A gap with nobody to compare has none.
         """
         sizes = [np.einsum("rc,jc->rj", sums.counts, bottom) for _, bottom in (self.everyone, self.group)]
         known = (sizes[0] > 0) & (sizes[1] > 0)
-        total = 0.0
-        for sign, (top, _), of in zip((1.0, -1.0), (self.everyone, self.group), sizes, strict=True):
-            share = np.divide(multipliers, of, out=np.zeros_like(of), where=known)
-            total = total + sign * np.einsum("rj,jck->rck", share, top)
-        return np.asarray(total)
+        shares = [np.divide(1.0, of, out=np.zeros_like(of), where=known) for of in sizes]
+        return np.asarray(shares[0][:, :, None, None] * self.everyone[0] - shares[1][:, :, None, None] * self.group[0])
+
+    def push(self, sums: Sums, multipliers: Floats) -> Floats:
+        """Derivative of `multipliers @ gaps` by each column of a cell's sample (rows x cells x (classes + 1))."""
+        return np.asarray(np.einsum("rj,rjck->rck", multipliers, self.slopes(sums)))
 
 
 def _gaps(cells: Cells, kind: str, relaxation: str) -> tuple[list[str], tuple[Floats, Floats], tuple[Floats, Floats]]:
@@ -216,10 +217,29 @@ class View:
 
 
 @dataclass(frozen=True, eq=False)
+class Followed:
+    """Constraints whose gaps a client follows through its own steps; a row a client.
+
+    Each step pushes along the slopes with the force max(0, up + damping (gap - alpha)), less that of the other side.
+    """
+
+    slopes: Floats  # rows x gaps x cells x classes: what a force on a gap is to a sample's probabilities
+    changes: Floats  # rows x gaps x cells x classes: how a gap moves with the mean probabilities of the client's cells
+    gaps: Floats  # rows x gaps, of the received model
+    means: Floats  # rows x cells x classes: mean probabilities of the client's cells, of the received model
+    up: Floats  # rows x gaps: multipliers of gap <= alpha
+    down: Floats  # and of -gap <= alpha
+    alpha: float
+    damping: float
+    one_sided: bool  # only the side that the gap is on pushes
+
+
+@dataclass(frozen=True, eq=False)
 class Leaning:
     """What the clients are told: a table each; how much their updates count; and what to carry on."""
 
     tables: Floats  # clients x cells x (classes + 1)
     memo: dict[str, Any]
+    followed: Followed | None = None
     sizes: Floats | None = None  # samples as the objective weighs them
     facts: dict[str, Any] | None = None  # for the record of the round

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from evenhand.checks import EvenhandError, choice, flag, number
-from evenhand.constraints import Constraints, Floats, Leaning, Sums, View
+from evenhand.constraints import Constraints, Floats, Followed, Leaning, Sums, View
 from evenhand.counts import KINDS
 from evenhand.methods.base import Memo, Objective
 
@@ -28,15 +28,16 @@ class GroupConstraints(Objective):
     method of differential multipliers): with gaps d_j = F(D) - F(D^s) and h_j = |d_j| - alpha,
         lambda_j <- max(0, lambda_j + gamma h_j),
         minimise  L + sum_j max(0, lambda_j + damping h_j) sign(d_j) d_j.
-    The gaps, their signs and the multipliers are those of the received model, and stay as they are through the round's
-    local steps. Multipliers and gaps are everybody's (`multipliers="server"`) or each client's own ("client").
+    Multipliers and gaps are everybody's (`multipliers="server"`) or each client's own ("client"). Multipliers move once
+    a round. Gaps start the round as those of the received model; a client follows them through its local steps by what
+    it sees of its own samples, taking it that others' cells move as its own do (`follow=False`: they stay as they are).
 
     `form="two-sided"` gives d_j <= alpha and -d_j <= alpha a multiplier each, so that a gap that has changed its sign
     is not pushed back with all the force that brought it there. `sharpness` s takes softmax(s scores) for the
     probabilities: the larger, the closer to hard predictions.
 
     Departures: multipliers are kept non-negative (the paper does not say so, its theory needs it); they move once a
-    round, for the paper sends gradients yet trains 20 local epochs; a group that nobody has moves nothing.
+    round, for the papers send gradients yet mFairFL trains 20 local epochs; a group that nobody has moves nothing.
     """
 
     measure: str = "dp"  # dp, eodds, eopp, ap, several as "dp+ap", or "off"
@@ -47,6 +48,7 @@ class GroupConstraints(Objective):
     form: str = "two-sided"
     relaxation: str = "probability"  # "loss" compares the groups' losses (ap alone: the paper's eq. 5 as written)
     sharpness: float = 1.0
+    follow: bool = True
 
     name: ClassVar[str] = "group-constraints"
 
@@ -60,6 +62,7 @@ class GroupConstraints(Objective):
         choice("form", self.form, ("absolute", "two-sided"))
         choice("relaxation", self.relaxation, ("probability", "loss"))
         number("sharpness", self.sharpness, above=0.0)
+        flag("follow", self.follow)
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -80,18 +83,43 @@ class GroupConstraints(Objective):
         over = np.where(known, sides - self.alpha, 0.0)  # sides x rows x gaps
         before = self._before(view, memo, over.shape, alone)
         multipliers = np.maximum(before + self.gamma * over, 0.0)
-        force = np.maximum(multipliers + self.damping * over, 0.0)
-        signed = force[0] - force[1] if len(force) == 2 else force[0] * np.sign(off)
-        table = constraints.push(sums, np.where(known, signed, 0.0))
         # A client's mean counts by its share, so its part of the whole is weighed by its samples against the share.
         scale = sums.sizes if alone else view.sums.sizes / view.shares
-        tables = view.cells.plain(len(view.clients)) + table * scale[:, None, None]
+        slopes = constraints.slopes(sums) * scale[:, None, None, None]
+        tables, followed = view.cells.plain(len(view.clients)), None
+        if self.follow and self.relaxation == "probability":
+            followed = self._followed(view.sums, sums, slopes, scale, off, multipliers)
+        else:
+            force = np.maximum(multipliers + self.damping * over, 0.0)
+            signed = force[0] - force[1] if len(force) == 2 else force[0] * np.sign(off)
+            tables = tables + np.einsum("rj,rjck->rck", np.broadcast_to(signed, slopes.shape[:2]), slopes)
         carried = self._after(view, memo, multipliers, alone)
         facts: dict[str, Any] = {"constraints": list(constraints.names)}
         if not alone:
             net = multipliers[0, 0] - multipliers[1, 0] if len(multipliers) == 2 else multipliers[0, 0]
             facts |= {"multipliers": net.tolist(), "gaps": [None if np.isnan(gap) else float(gap) for gap in gaps[0]]}
-        return Leaning(tables, carried, facts=facts)
+        return Leaning(tables, carried, followed, facts=facts)
+
+    def _followed(
+        self, own: Sums, everyone: Sums, slopes: Floats, scale: Floats, gaps: Floats, multipliers: Floats
+    ) -> Followed:
+        slopes, there = slopes[..., :-1], own.counts > 0
+        counts = np.where(there, everyone.counts, 0.0)  # a client that lacks a cell does not see it move
+        means = np.divide(
+            own.probabilities, own.counts[..., None], out=np.zeros_like(own.probabilities), where=there[..., None]
+        )
+        rows = slopes.shape[:2]
+        return Followed(
+            slopes=slopes,
+            changes=slopes * (counts / scale[:, None])[:, None, :, None],
+            gaps=np.broadcast_to(gaps, rows),
+            means=means,
+            up=np.broadcast_to(multipliers[0], rows),
+            down=np.broadcast_to(multipliers[-1], rows),
+            alpha=self.alpha,
+            damping=self.damping,
+            one_sided=self.form == "absolute",
+        )
 
     def _before(self, view: View, memo: Memo, shape: tuple[int, ...], alone: bool) -> Floats:
         held = memo.get("multipliers")

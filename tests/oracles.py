@@ -872,3 +872,59 @@ def fairfed_rounds(model, clients, scores, rounds, lr, beta):
         )
         model = model - update
     return model
+
+
+def fpfl_followed(model, clients, scores, rounds, lr, steps, kinds, alpha, gamma, damping, form, sharpness):
+    """FPFL with several full-batch steps a round, each client following the gaps through its own steps.
+
+    A client takes it that the mean probabilities of every cell (groups and label) that it has moved for everyone as
+    they did for itself, as it saw them at its step before.
+    """
+    shares, multipliers = normalised(sizes_of(clients)), None
+    labels = torch.cat([client["labels"] for client in clients])
+    groups = [torch.cat(masks) for masks in zip(*(client["groups"] for client in clients), strict=True)]
+    kinds_of = [(*(bool(group[i]) for group in groups), int(labels[i])) for i in range(len(labels))]
+    owner = np.repeat(np.arange(len(clients)), sizes_of(clients).astype(int))
+
+    def answers(vector, client):
+        said = scores(vector, client["inputs"])
+        return torch.softmax(sharpness * said, dim=1), torch.nn.functional.cross_entropy(said, client["labels"])
+
+    def gaps_of(probabilities):
+        return [gap for kind in kinds for gap in deviations(kind, probabilities, labels * 0.0, labels, groups)]
+
+    for _ in range(rounds):
+        received = [answers(torch.tensor(model), client)[0] for client in clients]
+        first = gaps_of(torch.cat(received))
+        held = []
+        for number, gap in enumerate(first):
+            sides = [abs(gap)] if form == "absolute" else [gap, -gap]
+            before = [0.0] * len(sides) if multipliers is None else multipliers[number]
+            held.append([max(0.0, b + gamma * (s.item() - alpha)) for b, s in zip(before, sides, strict=True)])
+        multipliers, updates = held, []
+        for k, client in enumerate(clients):
+            own, now = torch.tensor(model), received[k]
+            for _ in range(steps):
+                moved = torch.cat(received).clone()
+                for cell in {kinds_of[i] for i in np.flatnonzero(owner == k)}:
+                    mine = torch.tensor([c == cell for c, o in zip(kinds_of, owner, strict=True) if o == k])
+                    moved[torch.tensor([c == cell for c in kinds_of])] += now[mine].mean(0) - received[k][mine].mean(0)
+                force = []
+                for number, gap in enumerate(gaps_of(moved)):
+                    up, down = held[number][0], held[number][-1]
+                    pushed = [
+                        max(0.0, up + damping * (gap.item() - alpha)),
+                        max(0.0, down - damping * (gap.item() + alpha)),
+                    ]
+                    if form == "absolute":
+                        pushed = [pushed[0] * (gap.item() > 0), pushed[1] * (gap.item() < 0)]
+                    force.append(pushed[0] - pushed[1])
+                variable = own.clone().requires_grad_()
+                mine, risk = answers(variable, client)
+                everyone = gaps_of(torch.cat([mine if j == k else received[j] for j in range(len(clients))]))
+                loss = risk + sum(f * gap for f, gap in zip(force, everyone, strict=True)) / shares[k]
+                now = mine.detach()
+                own = own - lr * torch.autograd.grad(loss, variable)[0]
+            updates.append(model - own.numpy())
+        model = model - fedavg(np.array(updates), shares)
+    return model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import oracles
@@ -17,6 +18,7 @@ from evenhand.checks import EvenhandError
 from evenhand.constraints import Constraints, Sums, View, signed_gap
 from evenhand.counts import KINDS, measures_from_counts
 from evenhand.data import Dataset
+from evenhand.engine import training
 from evenhand.engine.checkpoint import restore, save
 from evenhand.engine.graphs import Replayed
 from evenhand.engine.groups import cells_of
@@ -297,6 +299,29 @@ def test_constrained_rounds_take_clients_without_a_group_or_a_label(name, measur
     compare(text, lambda *given: ORACLES[name](*given, **constraint), one_sided())
 
 
+@pytest.mark.parametrize("form", ["two-sided", "absolute"])
+@pytest.mark.parametrize("measure", ["dp", "eodds", "dp+ap"])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_gaps_are_followed_through_a_rounds_steps(form, measure, groups, monkeypatch):
+    monkeypatch.setattr(training, "MEMORY", 1e-9)  # a full batch shows every cell as it is
+    text = f"fpfl:measure={measure},form={form},gamma=0.5,damping=2,alpha=0.02"
+    constraint = settings_of(text)
+    oracle = partial(oracles.fpfl_followed, steps=5, **constraint)
+    compare(text, oracle, people(120, 2, groups, seed=3), rounds=3, epochs=5)
+
+
+def test_damping_that_follows_the_gaps_does_not_swing():
+    long = {"epochs": 20, "batch_size": 32, "rounds": 8, "data_options": {"samples": 1200}, "lr": 0.2, "eval_every": 1}
+    swings = {}
+    for follow in ("true", "false"):
+        made = played(f"fpfl:gamma=1,damping=3,follow={follow}", **long)
+        cells = made.cells
+        swings[follow] = [
+            float(cells.measures(entry["predicted"])["dp"]) for entry in made.replicas[0].evaluations[-4:]
+        ]
+    assert max(swings["true"]) < 0.5 * max(swings["false"])
+
+
 @pytest.mark.parametrize(("beta", "delta"), [(0.3, 0.01), (1.0, 0.9)])
 def test_mfairfl_repairs_conflicts_among_constrained_updates(beta, delta):
     data = people(90, 2, 1, seed=11, clients=4)
@@ -503,6 +528,9 @@ def test_whatever_is_counted_everything_told_is_finite(which, given):
         memo = leaning.memo
         assert leaning.tables.shape == (len(view.clients), view.cells.count, view.cells.classes + 1)
         assert np.isfinite(leaning.tables).all()
+        if leaning.followed is not None:
+            followed = [value for value in vars(leaning.followed).values() if isinstance(value, np.ndarray)]
+            assert all(len(value) == len(view.clients) and np.isfinite(value).all() for value in followed)
         assert (np.asarray(memo.get("multipliers", 0.0)) >= 0.0).all()
         if which in ("fair-batch", "reweighted"):
             assert (leaning.tables >= 0.0).all()
@@ -522,6 +550,10 @@ def test_the_order_of_the_clients_does_not_matter(which, given):
         here, there = OBJECTIVES[which].lean(view, memo), OBJECTIVES[which].lean(shuffled, other)
         memo, other = here.memo, there.memo
         np.testing.assert_allclose(there.tables, here.tables[order], rtol=1e-9, atol=1e-9)
+        if here.followed is not None:
+            for name in ("slopes", "changes", "gaps", "means", "up", "down"):
+                one, other_one = getattr(here.followed, name), getattr(there.followed, name)
+                np.testing.assert_allclose(other_one, one[order], rtol=1e-9, atol=1e-9)
         if here.sizes is not None:
             np.testing.assert_allclose(there.sizes, here.sizes[order], rtol=1e-9)
 

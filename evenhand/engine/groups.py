@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,7 @@ class Told:
     cells: Cells
     sums: Sums  # a row each
     leanings: list[Leaning | None]  # per replica
-    tables: Tensor | None
+    columns: dict[str, Tensor]  # what is told, by the names of `Columns`
 
     @property
     def measured(self) -> tuple[Floats, Floats]:
@@ -48,6 +49,30 @@ class Told:
         """Sent down and up besides the models."""
         cells, classes = self.cells.count, self.cells.classes
         return 4 * asked * cells * (classes + 1), 8 * answered * cells * (2 * classes + 1)
+
+
+def told_columns(
+    cells: Cells, rows: int, told: Sequence[tuple[Indices, Leaning]], device: torch.device
+) -> dict[str, Tensor]:
+    """What all rows are told, from what some of them are: others keep the plain risk and follow no gap."""
+    if not told:
+        return {}
+    found = {"tables": cells.plain(rows)}
+    followed = [(which, leaning.followed) for which, leaning in told if leaning.followed is not None]
+    if followed:
+        gaps, wide = max(entry.gaps.shape[1] for _, entry in followed), cells.count * cells.classes
+        found |= {"slopes": np.zeros((rows, gaps, wide)), "changes": np.zeros((rows, gaps, wide))}
+        found |= {"means": np.zeros((rows, wide)), "gaps": np.zeros((rows, 3, gaps)), "limits": np.zeros((rows, 3))}
+    for which, leaning in told:
+        found["tables"][which] = leaning.tables
+    for which, entry in followed:
+        count = entry.gaps.shape[1]
+        found["slopes"][which, :count] = entry.slopes.reshape(len(which), count, wide)
+        found["changes"][which, :count] = entry.changes.reshape(len(which), count, wide)
+        found["means"][which] = entry.means.reshape(len(which), wide)
+        found["gaps"][which, :, :count] = np.stack([entry.gaps, entry.up, entry.down], axis=1)
+        found["limits"][which] = (entry.alpha, entry.damping, entry.one_sided)
+    return {name: torch.from_numpy(values.astype(np.float32)).to(device) for name, values in found.items()}
 
 
 def cells_of(dataset: Dataset) -> tuple[Cells | None, Tensor | None]:

@@ -19,7 +19,7 @@ from evenhand.constraints import Leaning, Sums, View
 from evenhand.data import Dataset, Partition, Split
 from evenhand.engine.batches import Batches, Indices, Plan, Samples, gather, join, plan
 from evenhand.engine.graphs import Replayed
-from evenhand.engine.groups import Told, cells_of, check_groups, looks_at_groups, said, sharpness
+from evenhand.engine.groups import Told, cells_of, check_groups, looks_at_groups, said, sharpness, told_columns
 from evenhand.engine.programs import choose_program
 from evenhand.engine.sampling import Sampling
 from evenhand.engine.training import Asked, Columns, Local, LocalWork, Shape, evaluate, samples_at_once
@@ -286,7 +286,7 @@ class Simulation:
             )
             self._held_columns = (ready.owner, named, columns)
         found = self._held_columns[2]
-        return found if told is None else replace(found, tables=told.tables)
+        return found if told is None else replace(found, **told.columns)
 
     def _tell(self, models: Tensor, ready: Ready) -> Told | None:
         """Where a method looks at groups: what the received models do to them, and what the rows are told."""
@@ -301,12 +301,13 @@ class Simulation:
         classes = self.cells.classes
         sums = Sums(said[..., :classes], said[..., classes], said[..., classes + 1 :])
         leanings = [self._lean(number, ready, sums) for number in range(len(ready.replicas))]
-        tables = self.cells.plain(len(ready.owner))
-        for number, leaning in enumerate(leanings):
-            if leaning is not None:
-                tables[np.arange(len(tables))[ready.rows(number)][~ready.lost[number]]] = leaning.tables
-        given = torch.from_numpy(tables.astype(np.float32)).to(self.device)
-        return Told(self.cells, sums, leanings, given if any(leanings) else None)
+        every = np.arange(len(ready.owner))
+        told = [
+            (every[ready.rows(number)][~ready.lost[number]], leaning)
+            for number, leaning in enumerate(leanings)
+            if leaning is not None
+        ]
+        return Told(self.cells, sums, leanings, told_columns(self.cells, len(every), told, self.device))
 
     def _lean(self, number: int, ready: Ready, sums: Sums) -> Leaning | None:
         """What a replica's objective makes of its clients' sums."""

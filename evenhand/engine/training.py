@@ -20,6 +20,7 @@ from evenhand.geometry import STRETCH
 AT_ONCE = 8192  # samples of a feed-forward network measured at once
 AT_ONCE_LARGE = {"cpu": 256, "cuda": 1024}  # of others, whose activations may be large
 STREAMS = 16  # rows of the sequential program that a GPU works on at the same time
+MEMORY = 64.0  # samples of a cell that its mean probability remembers
 GATHERED = 256 << 20  # bytes of a round's samples that are gathered ahead of the steps
 
 
@@ -155,6 +156,12 @@ class Columns:
     pull: Tensor | None = None  # strength of the proximal pull towards the received model
     tables: Tensor | None = None  # rows x cells x (classes + 1): what is told about groups (evenhand.constraints)
     sharpness: Tensor | None = None  # of the probabilities that the tables speak of
+    # Constraints that are followed through the steps (evenhand.constraints.Followed; cells x classes in one axis).
+    slopes: Tensor | None = None
+    changes: Tensor | None = None
+    means: Tensor | None = None
+    gaps: Tensor | None = None  # rows x (gap, up, down) x gaps
+    limits: Tensor | None = None  # rows x (alpha, damping, one-sided)
 
     def named(self) -> dict[str, Tensor]:
         """Those that are there."""
@@ -162,6 +169,42 @@ class Columns:
 
     def part(self, rows: slice) -> Columns:
         return Columns(**{name: column[rows] for name, column in self.named().items()})
+
+
+class Following:
+    """The gaps of a round as each row sees them move, and what it is told at each step because of them."""
+
+    def __init__(
+        self, slopes: Tensor, changes: Tensor, means: Tensor, gaps: Tensor, limits: Tensor, sharpness: Tensor
+    ) -> None:
+        self.slopes, self.changes, self.start, self.sharpness = slopes, changes, means, sharpness
+        self.means = means.clone()
+        self.gaps, self.up, self.down = gaps.unbind(1)
+        self.alpha, self.damping, self.one_sided = (limit.unsqueeze(1) for limit in limits.unbind(1))
+
+    @classmethod
+    def of(cls, columns: Columns) -> Following | None:
+        found = columns.named()
+        wanted = ("slopes", "changes", "means", "gaps", "limits", "sharpness")
+        return cls(*(found[name] for name in wanted)) if all(name in found for name in wanted) else None
+
+    def tables(self, base: Tensor) -> Tensor:
+        """What is told now: the base, and a push along every gap's slope."""
+        gaps = self.gaps + torch.bmm(self.changes, (self.means - self.start).unsqueeze(2)).squeeze(2)
+        up = (self.up + self.damping * (gaps - self.alpha)).clamp_min(0.0) * (1.0 - self.one_sided * (gaps <= 0))
+        down = (self.down + self.damping * (-gaps - self.alpha)).clamp_min(0.0) * (1.0 - self.one_sided * (gaps >= 0))
+        push = torch.bmm((up - down).unsqueeze(1), self.slopes).view(len(base), base.shape[1], base.shape[2] - 1)
+        return torch.cat([base[..., :-1] + push, base[..., -1:]], dim=2)
+
+    def see(self, scores: Tensor, cells: Tensor, real: Tensor) -> None:
+        """Take in how the model answers a step's samples: each cell's mean moves towards what is seen of it."""
+        shares = torch.softmax(self.sharpness.unsqueeze(2) * scores, dim=-1)
+        count = self.means.shape[1] // shares.shape[2]
+        inside = functional.one_hot(cells, count).to(shares.dtype) * real.unsqueeze(2)
+        seen = inside.sum(1).unsqueeze(2)  # rows x cells x 1
+        here = torch.bmm(inside.transpose(1, 2), shares) / seen.clamp_min(1.0)
+        means = self.means.view(len(here), count, -1)
+        means += seen / (seen + MEMORY) * (here - means)
 
 
 @dataclass(frozen=True)
@@ -289,11 +332,11 @@ class Local:
             weights = weights * rates.view(-1, 1, 1)
         active = None if plain or batches.steady else (weights > 0).any(2).to(rows.dtype)
         velocity = torch.zeros_like(rows) if columns.momentum is not None else None
-        first = rows.new_empty(0)
+        first, followed = rows.new_empty(0), Following.of(columns)
         for step in range(batches.steps):
             index = batches.indices[:, step]
             seen, wanted = samples(slice(step, step + 1)).squeeze(1), self.targets[index]
-            counted, lean = self._leaning(columns, index, weights[:, step])
+            counted, lean = self._leaning(columns, followed, index, weights[:, step])
             if plain and isinstance(self.program, FeedForward):
                 scores = self.program.step(tensors, seen, wanted, counted, lean)
             else:
@@ -304,14 +347,19 @@ class Local:
                     rate = rates if active is None else rates * active[:, step : step + 1]
                     self._step(rows, received, found, rate, columns, velocity)
             first = scores if step == 0 else first
+            if followed is not None and self.cells is not None and step + 1 < batches.steps:
+                followed.see(scores, self.cells[index], weights[:, step] > 0)
         return first
 
-    def _leaning(self, columns: Columns, index: Tensor, weights: Tensor) -> tuple[Tensor, Lean | None]:
+    def _leaning(
+        self, columns: Columns, followed: Following | None, index: Tensor, weights: Tensor
+    ) -> tuple[Tensor, Lean | None]:
         """What each sample's cross-entropy and probabilities count, by its cell."""
         if columns.tables is None or columns.sharpness is None or self.cells is None:
             return weights, None
-        cells = self.cells[index].unsqueeze(2).expand(-1, -1, columns.tables.shape[2])
-        told = columns.tables.gather(1, cells) * weights.unsqueeze(2)
+        tables = columns.tables if followed is None else followed.tables(columns.tables)
+        cells = self.cells[index].unsqueeze(2).expand(-1, -1, tables.shape[2])
+        told = tables.gather(1, cells) * weights.unsqueeze(2)
         return told[..., -1], Lean(told[..., :-1], columns.sharpness.unsqueeze(2))
 
     def _train_side_by_side(self, rows: Tensor, received: Tensor | None, batches: Batches, columns: Columns) -> Tensor:
