@@ -4,7 +4,7 @@ Adult, COMPAS and Bank over five clients by shares of the groups, high and low h
 layers, 10 rounds of 20 local epochs, five seeds. The learning rate and each method's settings are chosen on a fifth of
 every client's training rows that is held out; then the test rows are measured.
 
-    python benchmarks/mfairfl.py --data-dir DATA [--device cuda] [--seeds 5] [--data adult bank] [--out docs/results]
+    python benchmarks/mfairfl.py --data-dir DATA [--device cuda] [--seeds 5] [--data adult bank] [--frozen]
 
 puts every row, setting and seed into mfairfl.csv, data set by data set, and writes mfairfl.md from it. All settings of
 a table run as one program: minutes on a GPU, hours on two cores.
@@ -67,10 +67,10 @@ def grid(name: str, **values: Sequence[Any]) -> tuple[str, ...]:
     return tuple(f"{name}:" + ",".join(f"{k}={v}" for k, v in zip(values, one, strict=True)) for one in chosen)
 
 
-def rows() -> list[Row]:
+def rows(frozen: bool) -> list[Row]:
     found = []
     for kind in KINDS:
-        measure = (kind,)
+        measure = (f"{kind},follow=false" if frozen else kind,)
         found += [
             Row("IndFair", grid("indfair", gamma=GAMMAS, measure=measure), kind),
             Row("FedAvg-F", grid("fedavg-f", gamma=GAMMAS, measure=measure), kind),
@@ -165,7 +165,7 @@ def chosen_settings(experiment: Experiment, dataset: Dataset, every: Sequence[Ro
 
 
 def run(data: str, args: argparse.Namespace, write: Callable[[list[Any]], None]) -> None:
-    every = rows()
+    every = rows(args.frozen)
     for heterogeneity in HETEROGENEITY:
         started = perf_counter()
         dataset = load_data(described(data, heterogeneity, RATES[0], args))
@@ -228,10 +228,14 @@ def page(args: argparse.Namespace) -> str:
     lines = [
         "# mFairFL's tables, run again",
         "",
-        f"Made by `python benchmarks/mfairfl.py` (see its head); {args.provenance}. Every seed is in mfairfl.csv.",
+        f"Made by `python benchmarks/mfairfl.py{' --frozen' * args.frozen}` (see its head); {args.provenance}.",
+        "Every seed is in mfairfl.csv.",
         "",
         *FOREWORD,
     ]
+    findings = args.out / "mfairfl_findings.md"
+    if findings.is_file():
+        lines += ["", findings.read_text().strip()]
     for table, (title, heterogeneity) in TABLES.items():
         lines += ["", f"## Table {table}: {title}", ""]
         for data in dict.fromkeys(row["data"] for row in ours):
@@ -314,6 +318,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--out", type=Path, default=Path("docs/results"))
+    parser.add_argument("--frozen", action="store_true", help="gaps stay as they are through a round (follow=false)")
     parser.add_argument("--page-only", action="store_true", help="write the page from the numbers that are there")
     parser.add_argument("--where", default="", help="machine and date, for the page; default: this machine, today")
     args = parser.parse_args()

@@ -194,7 +194,8 @@ def _gaps(cells: Cells, kind: str, relaxation: str) -> tuple[list[str], tuple[Fl
 def signed_gap(cells: Cells, sums: Sums, kind: str) -> Floats:
     """FairFed's measure of each row from hard predictions: the second group's rate minus the first's.
 
-    With more than two groups the largest minus the smallest; not-a-number where a group cannot be measured.
+    With more than two groups the largest minus the smallest; of several labels or classes the widest gap. Not-a-number
+    where no gap can be measured, for want of a group or of its positives.
     """
     hits, of = fractions(cells.tables(sums.hits), kind)
     rates = np.divide(hits, of[..., None], out=np.full(hits.shape, np.nan), where=of[..., None] > 0)
@@ -202,7 +203,7 @@ def signed_gap(cells: Cells, sums: Sums, kind: str) -> Floats:
     gaps = rates[..., 1] - rates[..., 0] if len(cells.names) == 2 else rates.max(axis=-1) - rates.min(axis=-1)
     widest = np.argmax(np.where(np.isnan(gaps), -1.0, np.abs(gaps)), axis=1)
     found: Floats = gaps[np.arange(len(gaps)), widest]
-    return np.where(np.isnan(gaps).any(axis=1), np.nan, found)
+    return found
 
 
 @dataclass(frozen=True, eq=False)

@@ -799,9 +799,18 @@ def test_what_cannot_be_held_is_refused_before_a_folder_is_begun(tmp_path):
     assert not list(tmp_path.glob("run/*"))
 
 
-def test_fairfed_needs_somebody_of_every_group():
+def test_fairfed_goes_by_accuracy_where_nobody_can_be_compared():
     data = people(90, 2, 1, seed=0)
     data.targets[torch.from_numpy(data.columns["a0"] == 0)] = 0  # no positives in the first group
-    with pytest.raises(EvenhandError, match="nobody to measure eopp"):
-        played("fairfed", data)
+    told = played("fairfed", data, rounds=1)
+    state = told.replicas[0].state.rule_memo
+    sizes = told.replicas[0].partition.train.sizes
+    start = simulation_of("fairfed", data)
+    right = start.local.survey(
+        start.replicas[0].model.unsqueeze(0), start._prepare(0, start.replicas).pieces[0], torch.ones(3, 1)
+    )
+    hits = right[..., 3:].reshape(3, -1, 2, 2)
+    accuracies = np.einsum("kgyy->k", hits.numpy()) / sizes
+    gaps = np.abs(accuracies @ sizes / sizes.sum() - accuracies)
+    np.testing.assert_allclose(state["weights"], np.maximum(sizes / sizes.sum() - (gaps - gaps.mean()), 0.0), rtol=1e-6)
     assert np.isfinite(model_of(played("fairfed:measure=dp", data))).all()

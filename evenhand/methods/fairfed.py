@@ -5,7 +5,8 @@ Paper: Ezzeldin et al., FairFed: Enabling Group Fairness in Federated Learning, 
     w_k <- w_k - beta (D_k - mean_j D_j),  starting at n_k / n;  aggregate with w / sum w.
 
 Departures: a weight that would become negative becomes zero (the paper has no guard); if every present weight
-is zero the plain mean is taken; a newcomer starts with its share of the present samples.
+is zero the plain mean is taken; a newcomer starts with its share of the present samples; in the simulator, where
+a round's clients together lack a group, accuracy decides for all of them.
 """
 
 from __future__ import annotations
