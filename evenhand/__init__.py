@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from evenhand.experiment import Experiment, load_runs, resume, simulate
     from evenhand.fairness import client_fairness
     from evenhand.groups import group_fairness
+    from evenhand.recipe import recipes
+    from evenhand.reproduction import reproduce
 
 __version__ = "0.1.0"
 
@@ -49,10 +51,13 @@ __all__ = [
     "load_runs",
     "method",
     "methods",
+    "recipes",
     "register",
+    "reproduce",
     "resume",
     "resume_comparison",
     "simulate",
+    "tune",
 ]
 
 # The simulator is loaded when it is first used, so that one round in somebody's own loop does not wait for it.
@@ -62,6 +67,9 @@ LATER = {
     "audit": "evenhand.auditing",
     "client_fairness": "evenhand.fairness",
     "group_fairness": "evenhand.groups",
+    "recipes": "evenhand.recipe",
+    "reproduce": "evenhand.reproduction",
+    "tune": "evenhand.tuning",
 }
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
 import typer
 
-from evenhand.checks import EvenhandError
+from evenhand.checks import EvenhandError, plain_value
 
 if TYPE_CHECKING:
     from evenhand.comparison import Cell, Comparison
@@ -106,6 +106,12 @@ Split = Annotated[
     str | None,
     typer.Option(metavar="SHARES", help="Each client's shares to train, validate, test: 0.8,0,0.2, or official."),
 ]
+Noise = Annotated[
+    str | None,
+    typer.Option(
+        metavar="RHO,TAU", help="Wrong labels: a share RHO of the clients, each a share of TAU to 1 of its own."
+    ),
+]
 Sets = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="NAME=VALUE", help="Any other setting, such as data_options.seed=1. Repeatable."),
@@ -122,6 +128,7 @@ def settings(
     partition: Partition = None,
     clients: Clients = None,
     split: Split = None,
+    noise: Noise = None,
     model: Annotated[
         str | None, typer.Option(metavar="NAME", help="Network (evenhand models), or package.module:Class [mlp].")
     ] = None,
@@ -157,6 +164,7 @@ def settings(
         "partition": partition,
         "clients": clients,
         "split": split and _split(split),
+        "noise": noise,
         "model": model,
         "rounds": rounds,
         "participation": participation,
@@ -318,6 +326,165 @@ def compare(
             progress=show,
         )
     _table(found, export or [], as_json, quiet, perf_counter() - started)
+
+
+@command("tune")
+@takes_settings
+def tune(
+    method: Annotated[str, typer.Argument(help="Method; settings written with it stay as they are.")],
+    *,
+    config: Config = None,
+    given: dict[str, Any],
+    by: Annotated[
+        str, typer.Option(metavar="RULE", help="What is best: mean, worst, 0.5*mean+0.5*worst, pooled_accuracy-dp.")
+    ] = "mean",
+    space: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUES", help="Values to try: alpha=0,0.1,0.5 [the papers' own, and lr]. Repeatable."
+        ),
+    ] = None,
+    search: Annotated[str, typer.Option(metavar="KIND", help="grid, random or optuna.")] = "grid",
+    trials: Annotated[int | None, typer.Option(metavar="N", help="How many, for random and optuna.")] = None,
+    hold_out: Annotated[
+        float, typer.Option(metavar="SHARE", help="Of each client's training samples, to judge by.")
+    ] = 0.2,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="CSV that gets every trial; an interrupted search goes on from it."),
+    ] = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Choose a method's settings on validation data.
+
+    Every client keeps a share of its training samples back to judge by; the test data is not looked at. All settings
+    that share the clients' work run as one program.
+
+    \b
+    Examples:
+      evenhand tune fedfv --rounds 100 --seeds 3
+      evenhand tune qffl --space q=0.1,1,5 --space lr=0.05,0.1 --by 0.5*mean+0.5*worst
+      evenhand tune mfairfl --data adult --sensitive sex --partition shares:high --by pooled_accuracy-dp --search optuna
+        --trials 40 --out trials.csv
+    """
+    from evenhand import experiment as experiments
+    from evenhand.tuning import tune as search_for
+
+    base = experiments.load_toml(config) if config is not None else experiments.Experiment()
+    values = {name: _listed(text) for name, text in (_pair(entry, "--space") for entry in space or [])}
+    with _progress(quiet or as_json) as show:
+        found = search_for(
+            method,
+            experiment=base.with_settings(given),
+            by=by,
+            space=values or None,
+            search=search,
+            trials=trials,
+            hold_out=hold_out,
+            out=out,
+            progress=show,
+        )
+    if as_json:
+        _print_json(found.to_dict())
+    elif not quiet:
+        print(f"{found.experiment}; judged by {by} on validation data\n\n{found}\n\nbest    {found.best.said()}")
+        print(f"train   {found.command()}  (with your other options)")
+
+
+def _pair(text: str, option: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not name.strip() or not value.strip():
+        raise EvenhandError(f"{option} {text!r} is not of the form NAME=VALUES, such as alpha=0,0.1,0.5")
+    return name.strip(), value
+
+
+def _listed(text: str) -> list[Any]:
+    return [plain_value(value.strip()) for value in text.split(",") if value.strip()]
+
+
+# ------------------------------------------------------------------------------------------------ the papers' tables
+
+
+@command("recipes")
+def recipes(data_dir: DataDir = None, as_json: Json = False) -> None:
+    """List the papers' tables that can be run again.
+
+    \b
+    Examples:
+      evenhand recipes
+      evenhand reproduce fedfv/table3
+    """
+    from dataclasses import asdict
+
+    from evenhand.recipe import HEADS
+    from evenhand.recipe import recipes as known
+
+    found = known(data_dir)
+    if as_json:
+        _print_json([asdict(entry) for entry in found])
+    else:
+        _print_table(HEADS, found.rows())
+
+
+@command("reproduce")
+def reproduce(
+    name: Annotated[str, typer.Argument(help="A table (evenhand recipes), or a .toml file of your own.")],
+    rounds: Annotated[int | None, typer.Option(metavar="N", help="Fewer rounds than the paper's.")] = None,
+    seeds: Annotated[str | None, typer.Option(metavar="SEEDS", help="How many of the table's, or which: 3,7.")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(metavar="ROW", help="Only rows whose name begins like this. Repeatable.")
+    ] = None,
+    on: Annotated[bool, typer.Option("--quirks", help="Only as the published code does it.")] = False,
+    off: Annotated[bool, typer.Option("--no-quirks", help="Only as the paper says it.")] = False,
+    both: Annotated[bool, typer.Option("--both", help="Both, side by side; so it is unless told otherwise.")] = False,
+    data_dir: DataDir = None,
+    device: Annotated[str | None, typer.Option(metavar="NAME", help="auto, cpu, cuda or cuda:N [auto].")] = None,
+    together: Annotated[
+        int | None, typer.Option(metavar="N", help="Runs that train as one program; fewer need less memory.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="For the CSV and the page [runs/reproduce-NAME].")
+    ] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Run a paper's table again; print its numbers beside ours.
+
+    The folder gets results.csv (every row and seed) and results.md (the page). What the CSV holds already is not run
+    again, so the same command goes on after a stop.
+
+    \b
+    Examples:
+      evenhand reproduce fedfv/table3
+      evenhand reproduce fedlf/table1 --only FedAvg --only FedLF --rounds 300 --seeds 2
+      evenhand reproduce fedfv/table2 --quirks --device cuda
+    """
+    from evenhand import reproduction
+
+    if on + off + both > 1:
+        raise EvenhandError("--quirks, --no-quirks and --both exclude each other")
+    folder = out or reproduction.default_folder(name)
+    try:
+        with _progress(quiet) as show:
+            found = reproduction.reproduce(
+                name,
+                rounds=rounds,
+                seeds=_seeds(seeds) if seeds else None,
+                only=only or (),
+                quirks="on" if on else "off" if off else "both",
+                data_dir=data_dir,
+                device=device,
+                together=together,
+                out=folder,
+                progress=show,
+            )
+    except KeyboardInterrupt as stop:
+        kept = f"stopped; the rows that were finished are in {folder}, and the same command goes on from there"
+        raise KeyboardInterrupt(kept) from stop
+    if not quiet:
+        print(found)
+        print(f"folder  {folder}")
+        print(f"page    {folder / reproduction.PAGE}")
 
 
 def _split(text: str) -> Any:
@@ -543,6 +710,7 @@ def partitions(
     sensitive: Sensitive = None,
     clients: Clients = None,
     split: Split = None,
+    noise: Noise = None,
     seed: Annotated[int, typer.Option(help="Seed of the partition.")] = 0,
     sets: Sets = None,
     limit: Annotated[int, typer.Option(help="How many clients to show.")] = 20,
@@ -573,7 +741,7 @@ def partitions(
     from evenhand.experiment import Experiment, draw_partition, load_data
     from evenhand.folders import writing
 
-    given = settings(data, data_dir, target, client_column, sensitive, spec, clients, split, sets=sets)
+    given = settings(data, data_dir, target, client_column, sensitive, spec, clients, split, noise, sets=sets)
     chosen = Experiment().with_settings(given)
     dataset = load_data(chosen)
     drawn = draw_partition(dataset, chosen, seed)
@@ -589,7 +757,8 @@ def partitions(
             for group in dataset.groups()
         }
         counts = {"labels": drawn.label_counts(dataset).tolist(), "sensitive": groups}
-        _print_json({**table, **counts, "notes": drawn.notes})
+        noise_levels = {} if drawn.noise is None else {"noise": drawn.noise.tolist()}
+        _print_json({**table, **counts, **noise_levels, "notes": drawn.notes})
     else:
         print(drawn.table(dataset, limit=limit))
 

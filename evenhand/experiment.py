@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from evenhand.checks import EvenhandError, choice, near_miss, number
-from evenhand.data import SUFFIXES, Dataset, Partition, load, partition
+from evenhand.data import SUFFIXES, Dataset, Noise, Partition, load, partition
 from evenhand.engine.sampling import Sampling
 from evenhand.engine.simulation import MEASURES, Replica, Settings, Simulation
 from evenhand.engine.training import LocalWork, Shape
@@ -56,6 +56,7 @@ class Experiment:
     partition_options: Mapping[str, Any] = field(default_factory=dict)
     clients: int | None = None  # None: what the partition knows itself, else 30
     split: tuple[float, float, float] | str | None = None  # train, validation, test; None: what the data set asks for
+    noise: str | None = None  # RHO,TAU: wrong training labels in a share RHO of the clients (evenhand.data.noise)
     model: str = "mlp"
     model_options: Mapping[str, Any] = field(default_factory=dict)
     rounds: int = 200
@@ -81,6 +82,8 @@ class Experiment:
         for name in ("data", "partition", "model", "device", "program"):
             if not isinstance(getattr(self, name), str):
                 raise EvenhandError(f"{name}={getattr(self, name)!r} must be a name")
+        if self.noise is not None:
+            Noise.parse(self.noise)
         choice("measure", self.measure, tuple(MEASURES))
         if self.chunk is not None:
             number("chunk", self.chunk, low=1, whole=True)
@@ -101,6 +104,7 @@ class Experiment:
         words = [
             self.data_name,
             *([] if self.partition == AUTO else [self.partition]),
+            *([] if self.noise is None else [f"label noise {self.noise}"]),
             f"{share} of {clients} a round",
             self.model,
             "1 round" if self.rounds == 1 else f"{self.rounds:,} rounds",
@@ -145,6 +149,10 @@ class Experiment:
         for name in ("data_options", "partition_options", "model_options"):
             if not isinstance(given.get(name, {}), Mapping):
                 raise EvenhandError(f"{name}={given[name]!r} must hold options by name")
+        if isinstance(given.get("noise"), list | tuple):
+            given["noise"] = ",".join(map(str, given["noise"]))
+        elif isinstance(given.get("noise"), float):
+            given["noise"] = str(given["noise"])
         if isinstance(given.get("split"), list):
             given["split"] = tuple(given["split"])
         if "seeds" in given:
@@ -346,7 +354,7 @@ def draw_partition(dataset: Dataset, experiment: Experiment, seed: int) -> Parti
             f"no client has test data under {spec!r} with split={experiment.split}, so none can be measured; "
             "leave a share for testing (split=[0.8, 0, 0.2])"
         )
-    return drawn
+    return drawn if experiment.noise is None else Noise.parse(experiment.noise).apply(drawn, dataset, seed)
 
 
 def simulate(

@@ -3,6 +3,7 @@
     experiment.toml           the description; `evenhand run --config` of it gives the same numbers
     versions.json             program versions, machine, dates
     partition.txt             who holds what
+    noise.csv                 where training labels are noisy: whose, to which level, how many are wrong
     summary.json              every measure at the end; its presence says that the run is finished
     report.html               a page for people
     diverged.json             only where the training diverged: in which round
@@ -55,6 +56,7 @@ DESCRIPTION = "experiment.toml"
 COMPARISON = "comparison.toml"
 VERSIONS = "versions.json"
 PARTITION = "partition.txt"
+NOISE = "noise.csv"  # where training labels are wrong: whose, and how many
 SUMMARY = "summary.json"
 REPORT = "report.html"
 DIVERGED = "diverged.json"
@@ -266,6 +268,9 @@ class RunFolder(Folder):
         """Write down who holds what, and with which versions, where that is not there yet."""
         if not (self.path / PARTITION).is_file():
             storage.write_bytes(self.path / PARTITION, partition_text(simulation).encode())
+        noise = noise_text(simulation)
+        if noise and not (self.path / NOISE).is_file():
+            storage.write_bytes(self.path / NOISE, noise.encode())
         if simulation.cells is not None and not (self.path / CELLS).is_file():
             write_json(self.path / CELLS, simulation.cells.to_dict())
         if not (self.path / VERSIONS).is_file():
@@ -273,7 +278,7 @@ class RunFolder(Folder):
 
     def clear(self) -> None:
         """Remove the files of a run, and nothing else; the description last, so that it can be done again."""
-        for name in (SUMMARY, VERSIONS, PARTITION, CELLS, REPORT, DIVERGED, NEWEST, CURRENT, PREVIOUS):
+        for name in (SUMMARY, VERSIONS, PARTITION, NOISE, CELLS, REPORT, DIVERGED, NEWEST, CURRENT, PREVIOUS):
             (self.path / name).unlink(missing_ok=True)
         for place in self.path.glob("seed-*"):
             for name in (ROUNDS, TIMING, CLIENTS, PREDICTED, BY_CLIENT, MODEL, PERSONAL):
@@ -334,6 +339,26 @@ def partition_text(simulation: Simulation) -> str:
             parts[replica.seed] = replica.partition.table(simulation.dataset, limit=SHOWN_CLIENTS)
     head = simulation.dataset.describe()
     return "\n\n".join([head, *(f"seed {seed}\n{table}" for seed, table in parts.items())]) + "\n"
+
+
+def noise_text(simulation: Simulation) -> str:
+    """Whose training labels are noisy, to which level and how many of them are wrong; empty where there is no noise."""
+    text, seen = io.StringIO(), set[int]()
+    table = csv.writer(text, lineterminator="\n")
+    for replica in simulation.replicas:
+        drawn = replica.partition
+        if drawn.noise is None or drawn.labels is None or replica.seed in seen:
+            continue
+        if not seen:
+            table.writerow(("seed", "client", "level", "train_samples", "wrong"))
+        seen.add(replica.seed)
+        false = drawn.labels != simulation.dataset.labels[drawn.train.indices]
+        wrong = np.bincount(drawn.train.owners[false], minlength=drawn.clients)
+        for client in np.flatnonzero(drawn.noise > 0):
+            name = drawn.names[client] if drawn.names else str(client)
+            level = f"{drawn.noise[client]:.6f}"
+            table.writerow((replica.seed, name, level, drawn.train.sizes[client], wrong[client]))
+    return text.getvalue()
 
 
 def versions(device: torch.device) -> dict[str, Any]:

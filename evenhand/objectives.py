@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from evenhand.checks import number
+from evenhand.checks import choice, number
 from evenhand.methods.base import Objective
 
 
@@ -67,3 +67,61 @@ class Personal(Objective):
 
     def __post_init__(self) -> None:
         number("lam", self.lam, low=0.0)
+
+
+@dataclass(frozen=True)
+class Similarity(Objective):
+    """FedCKA (Son et al., 2022): the first layers stay more like the received model's than like the client's last ones.
+
+    To the mean loss of a batch is added mu times the mean, over the first layers, of -log(e^near / (e^near + e^far)),
+    where near is the linear CKA between the layer's answers to the batch and those of the received model, and far the
+    same with the client's own model of the last time it took part (a newcomer's is the received one). A layer is a
+    module with a weight matrix; its answer is taken before the activation function. Samples that are all alike, such
+    as a batch of one, have CKA 0. quirk="weights" is the version of FedLF's code, which compares weights without a
+    gradient and so is FedAvg.
+    """
+
+    mu: float = 3.0
+    layers: int = 2
+    quirk: str = "none"
+
+    name: ClassVar[str] = "similarity"
+
+    def __post_init__(self) -> None:
+        number("mu", self.mu, low=0.0)
+        number("layers", self.layers, low=1, whole=True)
+        choice("quirk", self.quirk, ("none", "weights"))
+
+    @property
+    def strengths(self) -> list[float]:
+        """What each layer's term counts; empty where there is none."""
+        return [] if self.mu == 0.0 or self.quirk == "weights" else [self.mu / self.layers] * self.layers
+
+
+@dataclass(frozen=True)
+class Correction(Objective):
+    """FedCorr (Xu et al., CVPR 2022): find the clients with wrong labels, correct these, then train as usual.
+
+    The stages are in evenhand/engine/correction.py. The method's own rule and server step begin with the third; until
+    then FedAvg's serve.
+    """
+
+    iterations: int = 5  # of the first stage, each over all clients
+    together: int = 1  # clients a round in the first stage
+    fine_tuning: float = 0.5  # share of the rounds after the first stage that go to clean clients alone
+    mixup: float = 1.0  # of Beta(mixup, mixup), from which the shares of mixed samples come; 0 mixes none
+    beta: float = 5.0  # times a client's noise level: the pull towards the received model in the first stage
+    neighbours: int = 20  # of an answer, from which its local dimension is estimated
+    ratio: float = 0.5  # of the samples that seem wrong, how many may be corrected in an iteration
+    confidence: float = 0.5  # probability above which the shared model's label is taken
+    clean: float = 0.1  # noise level up to which a client takes part in the second stage
+
+    name: ClassVar[str] = "correction"
+
+    def __post_init__(self) -> None:
+        for name in ("iterations", "together", "neighbours"):
+            number(name, getattr(self, name), low=1, whole=True)
+        number("mixup", self.mixup, low=0.0)
+        number("beta", self.beta, low=0.0)
+        for name in ("fine_tuning", "ratio", "confidence", "clean"):
+            number(name, getattr(self, name), low=0.0, high=1.0)

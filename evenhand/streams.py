@@ -15,6 +15,9 @@ STREAMS = {
     "batches": 8,
     "data": 9,
     "shuffles": 10,
+    "noise": 11,
+    "correction": 12,
+    "tuning": 12,
 }
 
 

@@ -467,7 +467,7 @@ def test_a_round_in_which_nobody_can_be_reached_leaves_the_model(name):
     assert all(entry["note"] == "no client answered: the model stays" for entry in alone)
 
 
-@pytest.mark.parametrize("name", ["fedavg", "even", "fedprox", "fedmdfg"])
+@pytest.mark.parametrize("name", ["fedavg", "even", "fedprox", "fedmdfg", "fedcka"])
 def test_what_a_graph_would_replay_is_the_round(name):
     """Graphs need a GPU; the work they capture is the same here."""
     plain, replayed = simulation_of(name), simulation_of(name)

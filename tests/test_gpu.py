@@ -25,7 +25,7 @@ def finals(made: Simulation) -> torch.Tensor:
     return torch.stack([replica.model for replica in made.replicas]).cpu()
 
 
-@pytest.mark.parametrize("name", ["fedavg", "fedlf", "even", "fedfv", "ditto", "afl", "fedmdfg"])
+@pytest.mark.parametrize("name", ["fedavg", "fedlf", "even", "fedfv", "ditto", "afl", "fedmdfg", "fedcka"])
 @pytest.mark.parametrize("model", ["mlp", "cnn"])
 def test_a_run_can_be_repeated_and_resumed_to_the_last_bit(name, model, tmp_path):
     settings = {} if model == "mlp" else {"model": f"{__name__}:convolution", "rounds": 4}
@@ -89,3 +89,16 @@ def limited(made: Simulation, limit: int) -> Simulation:
     assert made.replayed is not None
     made.replayed.LIMIT = limit
     return made
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedcka:layers=1", "fedcorr:iterations=2,together=6,confidence=0.3"])
+def test_wrong_labels_on_a_gpu(name, tmp_path):
+    settings = {"noise": "0.6,0.5", "model": "logistic"}
+    once, again, expected = (finals(simulation_of(name, device, **settings)) for device in ("cuda", "cuda", "cpu"))
+    assert torch.equal(once, again)
+    assert torch.linalg.norm(once - expected) <= 1e-3 * torch.linalg.norm(expected)
+    stopped, continued = simulation_of(name, **settings), simulation_of(name, **settings)
+    stopped.run(until=3)
+    save(stopped, tmp_path / "checkpoint")
+    restore(continued, tmp_path / "checkpoint")
+    assert torch.equal(finals(continued), once)

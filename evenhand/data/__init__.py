@@ -20,6 +20,7 @@ from evenhand.data import builtin, cifar, leaf, own, people, vision
 from evenhand.data.attributes import Attribute, Groups
 from evenhand.data.dataset import Dataset
 from evenhand.data.files import Alternatives, Shelf
+from evenhand.data.noise import Noise
 from evenhand.data.optional import PACKAGES
 from evenhand.data.partitioning import Partition, PartitionInfo, PartitionTable, partition, partitions
 from evenhand.data.splitting import Split
@@ -31,6 +32,7 @@ __all__ = [
     "DatasetInfo",
     "DatasetTable",
     "Groups",
+    "Noise",
     "Partition",
     "PartitionInfo",
     "PartitionTable",

@@ -50,6 +50,10 @@ class Partition:
     test: Split
     names: tuple[str, ...] | None = None
     notes: tuple[str, ...] = ()
+    labels: np.ndarray | None = None
+    """What the clients take for the labels of `train.indices`, in that order, where some are wrong (`data.noise`)."""
+    noise: np.ndarray | None = None
+    """Where some are wrong: the share of each client's training labels that was drawn anew."""
 
     def __repr__(self) -> str:
         return f"<Partition {self.describe()}>"
@@ -64,10 +68,14 @@ class Partition:
         parts = " / ".join(f"{len(part.indices):,}" for part in (self.train, self.validation, self.test))
         low, high = int(self.sizes.min()), int(self.sizes.max())
         held = f"{low:,}" if low == high else f"{low:,} to {high:,}"
-        return f"{self.spec}: {self.clients:,} clients of {held} samples; train / validation / test {parts}"
+        said = f"{self.spec}: {self.clients:,} clients of {held} samples; train / validation / test {parts}"
+        return said if self.noise is None else f"{said}; {int((self.noise > 0).sum()):,} clients with noisy labels"
 
     def label_counts(self, dataset: Dataset, part: str = "all") -> np.ndarray:
-        """A (clients x classes) table of sample counts, of one part (`train`, `validation`, `test`) or of all."""
+        """A (clients x classes) table of sample counts, of one part (`train`, `validation`, `test`) or of all.
+
+        Where labels are noisy it counts the true ones.
+        """
         return self._counts(dataset.labels, dataset.classes, part)
 
     def group_counts(self, groups: Attribute, part: str = "all") -> np.ndarray:
@@ -87,12 +95,15 @@ class Partition:
         """Client, sizes, labels and groups as text; beyond `limit` clients only the first ones. Notes follow."""
         told = [("labels", self.label_counts(dataset), dataset.class_names)]
         told += [(group.name, self.group_counts(group), group.values) for group in dataset.groups()]
-        rows = [["client", "train", "validation", "test", *(head for head, _, _ in told)]]
+        noise = [] if self.noise is None else [f"{level:.2f}" if level > 0 else "-" for level in self.noise]
+        head = ["client", "train", "validation", "test", *(["noise"] if noise else [])]
+        rows = [[*head, *(name for name, _, _ in told)]]
         for client in range(min(self.clients, limit)):
             name = self.names[client] if self.names else str(client)
             sizes = [f"{len(split[client]):,}" for split in (self.train, self.validation, self.test)]
+            sizes += noise[client : client + 1]
             rows.append([name, *sizes, *(_counts_text(counts[client], names) for _, counts, names in told)])
-        lines = [self.describe(), text_table(rows, right=(1, 2, 3))]
+        lines = [self.describe(), text_table(rows, right=tuple(range(1, len(head))))]
         if self.clients > limit:
             lines.append(f"... and {self.clients - limit:,} more clients")
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
@@ -117,11 +128,13 @@ class Partition:
         return Path(path)
 
     def fingerprint(self) -> str:
-        """Sixteen hexadecimal digits that change when any client's samples do."""
+        """Sixteen hexadecimal digits that change when any client's samples, or what it takes for their labels, do."""
         digest = hashlib.sha256(f"{self.clients}".encode())
         for split in (self.train, self.validation, self.test):
             digest.update(split.offsets.astype("<i8").tobytes())
             digest.update(split.indices.astype("<i8").tobytes())
+        if self.labels is not None:
+            digest.update(self.labels.astype("<i8").tobytes())
         return digest.hexdigest()[:16]
 
 

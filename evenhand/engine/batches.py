@@ -20,6 +20,9 @@ Indices = np.ndarray[Any, np.dtype[np.int64]]
 Floats32 = np.ndarray[Any, np.dtype[np.float32]]
 
 
+OPTIONAL = ("labels", "partners", "blend")
+
+
 @dataclass(frozen=True)
 class Plan:
     """Local steps of a cohort: sample indices and their weights, rows x steps x batch."""
@@ -28,6 +31,9 @@ class Plan:
     weights: Floats32  # in training
     shares: Floats32  # in the mean over a client's own data: the first epoch's steps alone
     steps: int  # how many of the steps anybody trains on
+    labels: Indices | None = None  # of the samples, where they are not the data set's own
+    partners: Indices | None = None  # mixup: with which other place of its batch each sample is mixed
+    blend: Floats32 | None = None  # rows x steps x 1: its own share in the mixture
 
     @property
     def rows(self) -> int:
@@ -85,14 +91,34 @@ def _shuffled(
     return np.take_along_axis(padded, np.argsort(keys, axis=1), axis=1)
 
 
+def relabelled(slots: Plan, samples: Indices, labels: Indices) -> Plan:
+    """A plan over places in a list of samples, as one over these samples with the labels given for the places."""
+    return replace(slots, indices=samples[slots.indices], labels=labels[slots.indices])
+
+
+def mixed(steps: Plan, alpha: float, rng: np.random.Generator) -> Plan:
+    """The plan with mixup (Zhang et al., ICLR 2018): a random other sample of the batch for each.
+
+    A batch's share comes from Beta(alpha, alpha). alpha 0: every sample stays as it is, beside plans that mix.
+    """
+    shape = steps.weights.shape
+    if alpha == 0.0:
+        places = np.broadcast_to(np.arange(shape[2]), shape).copy()
+        return replace(steps, partners=places, blend=np.ones((*shape[:2], 1), dtype=np.float32))
+    keys = np.where(steps.weights > 0, rng.random(shape), 2.0)  # a batch's samples come before its padding
+    share = rng.beta(alpha, alpha, (*shape[:2], 1)).astype(np.float32)
+    return replace(steps, partners=np.argsort(keys, axis=2, kind="stable"), blend=share)
+
+
 def join(plans: Sequence[Plan]) -> Plan:
     """Several cohorts' plans one after another, padded to the longest and widest."""
     if len(plans) == 1:
         return plans[0]
-    indices, weights, shares = (
-        _stacked([getattr(entry, name) for entry in plans]) for name in ("indices", "weights", "shares")
-    )
-    return Plan(indices, weights, shares, max(entry.steps for entry in plans))
+    found: dict[str, Any] = {"steps": max(entry.steps for entry in plans)}
+    for name in ("indices", "weights", "shares", *OPTIONAL):
+        given = [getattr(entry, name) for entry in plans]
+        found[name] = _stacked(given) if given[0] is not None else None  # all plans have it, or none
+    return Plan(**found)
 
 
 def _stacked(pieces: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
@@ -115,6 +141,9 @@ class Batches:
     steps: int
     steady: bool  # every row moves at every step
     whole: bool  # the first step shows every client all its data
+    labels: Tensor | None = None  # as in Plan
+    partners: Tensor | None = None
+    blend: Tensor | None = None
 
     @classmethod
     def of(cls, steps: Plan, device: torch.device) -> Batches:
@@ -126,14 +155,17 @@ class Batches:
             steps=steps.steps,
             steady=bool(moving.all()),
             whole=steps.shares.shape[1] == 1,
+            **{name: _sent(getattr(steps, name), device) for name in OPTIONAL if getattr(steps, name) is not None},
         )
 
     def tensors(self) -> dict[str, Tensor]:
-        return {"indices": self.indices, "weights": self.weights, "shares": self.shares}
+        found = {"indices": self.indices, "weights": self.weights, "shares": self.shares}
+        return found | {name: getattr(self, name) for name in OPTIONAL if getattr(self, name) is not None}
 
     def part(self, rows: slice | Tensor) -> Batches:
         """The same for some of the rows, or for rows by number."""
-        return replace(self, indices=self.indices[rows], weights=self.weights[rows], shares=self.shares[rows])
+        chosen: dict[str, Any] = {name: tensor[rows] for name, tensor in self.tensors().items()}
+        return replace(self, **chosen)
 
 
 def _sent(array: np.ndarray[Any, Any], device: torch.device) -> Tensor:

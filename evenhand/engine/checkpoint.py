@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from evenhand import storage
 from evenhand.checks import EvenhandError
@@ -25,6 +27,7 @@ def save(simulation: Simulation, path: str | os.PathLike[str]) -> None:
             "state": None if replica.state is None else replica.state.to_plain(),
             "offset": None if replica.offset is None else replica.offset.cpu(),
             "personal": None if replica.personal is None else replica.personal.cpu(),
+            "previous": _kept(replica.previous),
             "memo": dict(replica.memo),
             "predicted": replica.predicted,
             "rounds": replica.rounds,
@@ -65,9 +68,16 @@ def _restore(simulation: Simulation, replica: Replica, kept: Mapping[str, Any], 
     replica.state = None if kept["state"] is None else State.from_plain(kept["state"]).placed(where)
     replica.offset = None if kept["offset"] is None else kept["offset"].to(simulation.device)
     replica.personal = None if kept["personal"] is None else kept["personal"].to(simulation.device)
+    kept_models = kept.get("previous") or {"clients": [], "rows": []}
+    rows = [row.to(simulation.device) for row in kept_models["rows"]]
+    replica.previous = dict(zip(map(int, kept_models["clients"]), rows, strict=True))
     replica.memo, replica.predicted = kept["memo"], kept["predicted"]
     replica.rounds = list(kept["rounds"])
     replica.evaluations = [{**entry, **_arrays(entry)} for entry in kept["evaluations"]]
+
+
+def _kept(models: Mapping[int, Tensor]) -> dict[str, Any] | None:
+    return {"clients": list(models), "rows": torch.stack(list(models.values())).cpu()} if models else None
 
 
 def _arrays(entry: Mapping[str, Any]) -> dict[str, np.ndarray[Any, Any]]:

@@ -12,7 +12,8 @@ All three give the same numbers up to rounding (tested).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -25,6 +26,8 @@ from evenhand.checks import EvenhandError
 PROGRAMS = ("auto", "feed-forward", "batched", "sequential")
 
 SMALL = 400_000  # parameters up to which a CPU is faster with all rows of a convolutional network at once
+
+FLAT = 1e-12  # added to a squared length of at least 1/samples, so that samples which are all alike have no likeness
 
 Tensors = dict[str, Tensor]
 
@@ -44,6 +47,71 @@ class Lean(NamedTuple):
         return self.sharpness * shares * (self.push - (self.push * shares).sum(-1, keepdim=True))
 
 
+class Likeness(NamedTuple):
+    """FedCKA's term: a row's first layers should be more like the received model's than like its own previous ones'.
+
+    Sum over layers of strength * -log(e^near / (e^near + e^far)), near and far the linear CKA with either model.
+    """
+
+    strength: Tensor  # rows x layers
+    real: Tensor  # rows x samples: 1 for a sample, 0 for padding
+    received: Tensor  # rows x layers x samples x samples: `relations` of the received model
+    previous: Tensor  # the same of the row's previous model
+
+    def loss(self, activations: list[Tensor]) -> Tensor:
+        """Of one row."""
+        own = torch.stack([relations(layer, self.real) for layer in activations])
+        near, far = ((own * other).sum((1, 2)) for other in (self.received, self.previous))
+        return (self.strength * functional.softplus(far - near)).sum()
+
+
+def relations(activations: Tensor, real: Tensor) -> Tensor:
+    """Inner products of the samples' centred activations, of length 1 as a matrix (samples x samples).
+
+    The inner product of two of them is the linear CKA (Kornblith et al., ICML 2019). Zero where all samples are alike.
+    """
+    flat, real = activations.flatten(1), real.unsqueeze(1)
+    centred = (flat - (real * flat).sum(0) / real.sum().clamp_min(1.0)) * real
+    centred = centred / torch.linalg.vector_norm(centred.detach()).clamp_min(1e-30)  # CKA knows no scale
+    products = centred @ centred.T
+    return products / (products.square().sum() + FLAT).sqrt()
+
+
+def layers_of(module: nn.Module) -> list[nn.Module]:
+    """The parts of a network that hold weights: matrices or more, so that biases and normalisations do not count."""
+    return [part for part in module.modules() if any(own.dim() > 1 for own in part.parameters(recurse=False))]
+
+
+class _Enough(Exception):
+    """Everything that was to be seen has been seen."""
+
+
+@contextmanager
+def watching(module: nn.Module, count: int, *, stop: bool = False) -> Iterator[list[Tensor]]:
+    """What the first layers answer, in the order in which they do; stop: the others need not."""
+    seen: list[Tensor] = []
+
+    def keep(part: nn.Module, given: object, out: Tensor | tuple[Tensor, ...]) -> None:
+        if len(seen) < count:
+            seen.append(out if isinstance(out, Tensor) else out[0])
+        if stop and len(seen) == count:
+            raise _Enough
+
+    handles = [part.register_forward_hook(keep) for part in layers_of(module)]
+    try:
+        with suppress(_Enough):
+            yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _first_relations(module: nn.Module, count: int, tensors: Tensors, inputs: Tensor, real: Tensor) -> Tensor:
+    with watching(module, count, stop=True) as seen:
+        functional_call(module, tensors, (inputs,))
+    return torch.stack([relations(layer, real) for layer in seen])
+
+
 class Program(Protocol):
     """Scores and gradients of every row's own samples."""
 
@@ -55,17 +123,42 @@ class Program(Protocol):
         ...
 
     def gradients(
-        self, tensors: Tensors, inputs: Tensor, targets: Tensor, weights: Tensor, lean: Lean | None = None
+        self,
+        tensors: Tensors,
+        inputs: Tensor,
+        targets: Tensor,
+        weights: Tensor,
+        lean: Lean | None = None,
+        likeness: Likeness | None = None,
     ) -> tuple[list[Tensor], Tensor]:
-        """d/d row of sum_b weights[row, b] * loss(row, sample b), plus lean; a tensor per parameter; and the scores."""
+        """d/d row of sum_b weights[row, b] * loss(row, sample b), plus lean and likeness; and the scores.
+
+        A tensor per parameter.
+        """
+        ...
+
+    def relations(self, count: int, tensors: Tensors, inputs: Tensor, real: Tensor) -> Tensor:
+        """How the first layers relate the samples to each other (rows x layers x samples x samples)."""
         ...
 
 
 def _weighted_loss(
-    module: nn.Module, tensors: Tensors, inputs: Tensor, targets: Tensor, weights: Tensor, lean: Lean | None
+    module: nn.Module,
+    tensors: Tensors,
+    inputs: Tensor,
+    targets: Tensor,
+    weights: Tensor,
+    lean: Lean | None,
+    likeness: Likeness | None,
 ) -> tuple[Tensor, Tensor]:
-    scores = functional_call(module, tensors, (inputs,))
+    if likeness is None:
+        scores = functional_call(module, tensors, (inputs,))
+    else:
+        with watching(module, len(likeness.strength)) as seen:
+            scores = functional_call(module, tensors, (inputs,))
     loss = (functional.cross_entropy(scores, targets, reduction="none") * weights).sum()
+    if likeness is not None:
+        loss = loss + likeness.loss(seen)
     return loss if lean is None else loss + lean.loss(scores), scores
 
 
@@ -96,15 +189,28 @@ class Sequential:
         with answering(self.module), torch.no_grad():
             return torch.stack([functional_call(self.module, _row(tensors, row), (inputs[row],)) for row in rows])
 
+    def relations(self, count: int, tensors: Tensors, inputs: Tensor, real: Tensor) -> Tensor:
+        rows = range(len(inputs))
+        with answering(self.module), torch.no_grad():
+            found = [_first_relations(self.module, count, _row(tensors, row), inputs[row], real[row]) for row in rows]
+        return torch.stack(found)
+
     def gradients(
-        self, tensors: Tensors, inputs: Tensor, targets: Tensor, weights: Tensor, lean: Lean | None = None
+        self,
+        tensors: Tensors,
+        inputs: Tensor,
+        targets: Tensor,
+        weights: Tensor,
+        lean: Lean | None = None,
+        likeness: Likeness | None = None,
     ) -> tuple[list[Tensor], Tensor]:
         found, scores = [], []
         for row in range(len(inputs)):
             leaves = {name: tensor.detach().requires_grad_() for name, tensor in _row(tensors, row).items()}
-            own = None if lean is None else Lean(lean.push[row], lean.sharpness[row])
+            own = None if lean is None else Lean(*(entry[row] for entry in lean))
+            like = None if likeness is None else Likeness(*(entry[row] for entry in likeness))
             with torch.enable_grad():
-                loss, said = _weighted_loss(self.module, leaves, inputs[row], targets[row], weights[row], own)
+                loss, said = _weighted_loss(self.module, leaves, inputs[row], targets[row], weights[row], own, like)
                 found.append(torch.autograd.grad(loss, list(leaves.values())))
             scores.append(said.detach())
         if len(found) == 1:
@@ -125,9 +231,15 @@ class Batched:
         self.module, self.random = module, is_random(module)
 
         def loss(
-            tensors: Tensors, inputs: Tensor, targets: Tensor, weights: Tensor, *lean: Tensor
+            tensors: Tensors,
+            inputs: Tensor,
+            targets: Tensor,
+            weights: Tensor,
+            lean: tuple[Tensor, ...],
+            likeness: tuple[Tensor, ...],
         ) -> tuple[Tensor, Tensor]:
-            return _weighted_loss(module, tensors, inputs, targets, weights, Lean(*lean) if lean else None)
+            told, like = Lean(*lean) if lean else None, Likeness(*likeness) if likeness else None
+            return _weighted_loss(module, tensors, inputs, targets, weights, told, like)
 
         def scores(tensors: Tensors, inputs: Tensor) -> Tensor:
             found: Tensor = functional_call(module, tensors, (inputs,))
@@ -143,10 +255,21 @@ class Batched:
             found: Tensor = functional_call(self.module, _row(tensors, 0), (inputs[0],))  # needs no mapping
             return found.unsqueeze(0)
 
+    def relations(self, count: int, tensors: Tensors, inputs: Tensor, real: Tensor) -> Tensor:
+        with answering(self.module), torch.no_grad():
+            found: Tensor = vmap(partial(_first_relations, self.module, count))(tensors, inputs, real)
+        return found
+
     def gradients(
-        self, tensors: Tensors, inputs: Tensor, targets: Tensor, weights: Tensor, lean: Lean | None = None
+        self,
+        tensors: Tensors,
+        inputs: Tensor,
+        targets: Tensor,
+        weights: Tensor,
+        lean: Lean | None = None,
+        likeness: Likeness | None = None,
     ) -> tuple[list[Tensor], Tensor]:
-        found, scores = self._gradient(tensors, inputs, targets, weights, *(lean or ()))
+        found, scores = self._gradient(tensors, inputs, targets, weights, tuple(lean or ()), tuple(likeness or ()))
         return list(found.values()), scores
 
 
@@ -160,6 +283,7 @@ class FeedForward:
         self.layers = feed_forward_layers(module)
         if not self.layers:
             raise EvenhandError("this program trains networks of Flatten, Linear and ReLU layers alone")
+        self._mapped = Batched(module)  # for what is not written out here
 
     def scores(self, tensors: Tensors, inputs: Tensor) -> Tensor:
         return self._forward(tensors, inputs)[-1]
@@ -184,9 +308,20 @@ class FeedForward:
         error.mul_(weights.unsqueeze(2))
         return error if lean is None else error.add_(lean.error(scores))
 
+    def relations(self, count: int, tensors: Tensors, inputs: Tensor, real: Tensor) -> Tensor:
+        return self._mapped.relations(count, tensors, inputs, real)
+
     def gradients(
-        self, tensors: Tensors, inputs: Tensor, targets: Tensor, weights: Tensor, lean: Lean | None = None
+        self,
+        tensors: Tensors,
+        inputs: Tensor,
+        targets: Tensor,
+        weights: Tensor,
+        lean: Lean | None = None,
+        likeness: Likeness | None = None,
     ) -> tuple[list[Tensor], Tensor]:
+        if likeness is not None:
+            return self._mapped.gradients(tensors, inputs, targets, weights, lean, likeness)
         activations = self._forward(tensors, inputs)
         scores = activations.pop()
         error = self._error(scores, targets, weights, lean)

@@ -17,15 +17,16 @@ from evenhand.aggregation import Aggregate, open_round
 from evenhand.checks import EvenhandError, NoUsableClient
 from evenhand.constraints import Leaning, Sums, View
 from evenhand.data import Dataset, Partition, Split
-from evenhand.engine.batches import Batches, Indices, Plan, Samples, gather, join, plan
+from evenhand.engine.batches import Batches, Indices, Plan, Samples, gather, join, mixed, plan, relabelled
+from evenhand.engine.correction import Course, log_probabilities
 from evenhand.engine.graphs import Replayed
 from evenhand.engine.groups import Told, cells_of, check_groups, looks_at_groups, said, sharpness, told_columns
-from evenhand.engine.programs import choose_program
+from evenhand.engine.programs import choose_program, layers_of
 from evenhand.engine.sampling import Sampling
 from evenhand.engine.training import Asked, Columns, Local, LocalWork, Shape, evaluate, samples_at_once
 from evenhand.geometry import Layout, Updates, launch, read_updates, settle, to_numpy
-from evenhand.methods import Method
-from evenhand.objectives import Personal
+from evenhand.methods import METHODS, Method
+from evenhand.objectives import Correction, Personal, Similarity
 from evenhand.state import State
 from evenhand.streams import stream
 
@@ -44,11 +45,13 @@ class Replica:
     state: State | None = None
     offset: Tensor | None = None  # of the model to evaluate, where a method evaluates another one
     personal: Tensor | None = None  # one model a client, where the objective trains them
+    previous: dict[int, Tensor] = field(default_factory=dict)  # each client's last one, where the objective looks back
     memo: Mapping[str, Any] = field(default_factory=dict)  # what its objective carries from round to round
     rounds: list[dict[str, Any]] = field(default_factory=list)
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     predicted: Integers | None = field(default=None, repr=False)  # last evaluation, clients x cells x classes
     pooled: Samples | None = field(default=None, repr=False)
+    course: Course | None = field(default=None, repr=False)  # where labels are corrected
 
     @cached_property
     def trained(self) -> Split:
@@ -57,6 +60,15 @@ class Replica:
         if self.method.training != "pooled":
             return own
         return Split(own.indices, np.array([0, len(own.indices)]))
+
+    @property
+    def labels(self) -> Integers | None:
+        """Of the training data, as its owners have them; None where they are the data set's."""
+        return self.partition.labels if self.course is None else np.asarray(self.memo["labels"])
+
+    def acting(self, index: int) -> Method:
+        """The method whose rule and server step serve a round."""
+        return self.method if self.course is None or self.course.stage(index) == 3 else METHODS["fedavg"]
 
     @property
     def evaluated(self) -> Tensor:
@@ -154,8 +166,31 @@ class Simulation:
             if len(replica.partition.train) == 0:
                 raise EvenhandError("the partition has no clients")
             check_groups(replica.method, dataset, self.cells)
+            self._check_layers(replica.method)
+            self._set_course(replica)
+        self.noisy = any(replica.labels is not None for replica in self.replicas)
+        self.mixing = any(_mixup(replica.method) > 0.0 for replica in self.replicas)
         if len({replica.method.training for replica in self.replicas}) > 1:
             raise EvenhandError("replicas that train together must all be federated, alone or pooled")
+
+    def _check_layers(self, method: Method) -> None:
+        found, strengths = len(layers_of(self.module)), _likeness(method)
+        if len(strengths) > found:
+            raise EvenhandError(
+                f"{method.name} compares the first {len(strengths)} layers, and the model has {found}; take "
+                f"layers={found}"
+            )
+
+    def _set_course(self, replica: Replica) -> None:
+        if not isinstance(replica.method.objective, Correction):
+            return
+        if replica.method.training != "federated":
+            raise EvenhandError(f"{replica.method.name} has no rounds of clients in which labels could be corrected")
+        if replica.method.objective.mixup > 0.0 and not self.dataset.inputs.is_floating_point():
+            raise EvenhandError(f"the tokens of {self.dataset.name} cannot be mixed; take mixup=0")
+        given, held = replica.partition.labels, replica.trained
+        replica.course = Course(replica.method.objective, held, self.settings.rounds)
+        replica.memo = replica.course.start(self.dataset.labels[held.indices] if given is None else given)
 
     @cached_property
     def data_fingerprint(self) -> str:
@@ -190,6 +225,7 @@ class Simulation:
         if not len(ready.owner):  # nobody could be reached
             for replica in replicas:
                 replica.rounds.append({"round": self.round, "asked": [], "lost": [], "note": NOBODY, "seconds": 0.0})
+            self._correct(replicas)
             return
         if replicas[0].method.training == "alone":
             self._play_alone(ready)
@@ -198,10 +234,12 @@ class Simulation:
         measuring = self.settings.measure != "needed" or any(_needs_losses(replica.method) for replica in replicas)
         told = self._tell(models[ready.owner] if len(models) > 1 and not ready.even else models, ready)
         updates, measured = self._train(models, ready, measuring and told is None, told)
+        self._remember(models, updates, ready)
         self._train_personal(models, ready)
         turns = [self._arrived(number, updates, ready) for number in range(len(replicas))]
         launched = [launch(turn.given, turn.past) if turn.kept.size else [] for turn in turns]
-        if self.device.type != "cpu" and self.round + 1 < self.settings.rounds:
+        settled = all(replica.course is None or replica.course.stage(self.round) == 3 for replica in replicas)
+        if self.device.type != "cpu" and self.round + 1 < self.settings.rounds and settled:
             self._ahead = self._prepare(self.round + 1, replicas)
         (losses, right), *products = to_numpy([measured, *itertools.chain(*launched)])
         if told is not None:
@@ -211,6 +249,7 @@ class Simulation:
             self._serve(number, ready, turn, own, (losses, right) if measuring else None, told)
         if self.settings.measure == "all":
             self._see_who_fell(ready, turns, losses)
+        self._correct(replicas)
         seconds = (perf_counter() - started) / len(replicas)
         for replica in replicas:
             replica.rounds[-1]["seconds"] = seconds
@@ -228,17 +267,19 @@ class Simulation:
         for replica in replicas:
             sizes = replica.trained.sizes
             pooled = replica.method.training == "pooled"
-            here = np.zeros(1, dtype=np.int64) if pooled else sampling.draw(replica.seed, index, sizes)
+            if replica.course is not None:
+                here = replica.course.asked(index, replica.seed, sampling, replica.memo)
+            else:
+                here = np.zeros(1, dtype=np.int64) if pooled else sampling.draw(replica.seed, index, sizes)
             here = here[sizes[here] > 0]  # a client without training data has nothing to say
             asked.append(here)
             sending = replica.method.training == "federated"  # who sends nothing cannot fail to
             lost.append(sampling.failed(replica.seed, index, here) if sending else np.zeros(len(here), dtype=bool))
-            whose.append((replica.seed, id(replica.partition), pooled))
+            whose.append((replica.seed, id(replica.partition), pooled, replica.course and id(replica)))
             if whose[-1] not in plans:
                 epochs = sampling.epochs(replica.seed, index, here, work.epochs)
                 rng = stream(replica.seed, "batches", index)
-                samples = [replica.trained[client] for client in here]
-                plans[whose[-1]] = plan(samples, epochs=epochs, batch_size=work.batch_size, rng=rng)
+                plans[whose[-1]] = self._plan(replica, here, epochs, rng)
         counts = [len(here) for here in asked]
         chunk = self.settings.chunk or max(1, sum(counts))
         every = Batches.of(join(list(plans.values())), self.device)
@@ -257,6 +298,17 @@ class Simulation:
             even=len(set(counts)) == 1 and len(pieces) == 1,
             pieces=pieces,
         )
+
+    def _plan(self, replica: Replica, clients: Indices, epochs: Floats, rng: np.random.Generator) -> Plan:
+        """The clients' local steps; with the labels as they have them, where anybody's are not the data set's."""
+        held, labels, size = replica.trained, replica.labels, self.settings.work.batch_size
+        if labels is None and self.noisy:
+            labels = self.dataset.labels[held.indices]
+        if labels is None:
+            return plan([held[client] for client in clients], epochs=epochs, batch_size=size, rng=rng)
+        slots = [np.arange(*held.offsets[client : client + 2]) for client in clients]
+        steps = relabelled(plan(slots, epochs=epochs, batch_size=size, rng=rng), held.indices, labels)
+        return mixed(steps, _mixup(replica.method), rng) if self.mixing else steps
 
     def _owners(self, counts: tuple[int, ...]) -> Tensor:
         """Which replica each row belongs to; kept, since most rounds are alike."""
@@ -334,8 +386,8 @@ class Simulation:
 
     def _train(self, models: Tensor, ready: Ready, measuring: bool, told: Told | None) -> tuple[Tensor, Tensor]:
         """Every row's update, and loss and accuracy of the model it received."""
-        pulls = [getattr(replica.method.objective, "mu", 0.0) for replica in ready.replicas]
-        columns = self._columns(ready, pulls, told)
+        columns = self._columns(ready, [_pull(replica.method) for replica in ready.replicas], told)
+        columns = self._looking_back(models, ready, self._leashed(ready, columns))
         if self.replayed is None and (self._rows is None or len(self._rows) != len(ready.owner)):
             self._rows = torch.empty(len(ready.owner), self.shape.total, device=self.device)  # fresh memory is slow
         if len(ready.pieces) == 1:
@@ -372,10 +424,9 @@ class Simulation:
         """work(models, batches, **columns) as a graph that reads all these tensors from places of its own."""
         assert self.replayed is not None
 
-        def captured(
-            models: Tensor, indices: Tensor, weights: Tensor, shares: Tensor, **columns: Tensor
-        ) -> tuple[Tensor, ...]:
-            return work(models, replace(batches, indices=indices, weights=weights, shares=shares), **columns)
+        def captured(models: Tensor, **given: Tensor) -> tuple[Tensor, ...]:
+            own: dict[str, Any] = {name: given.pop(name) for name in batches.tensors()}
+            return work(models, replace(batches, **own), **given)
 
         return self.replayed(key, captured, {"models": models, **batches.tensors(), **columns})
 
@@ -396,6 +447,73 @@ class Simulation:
         if self.replayed is None:
             return self.local.measure(models, batches)
         return self._replay(("measure",), lambda *given: (self.local.measure(*given),), models, batches, {})[0]
+
+    def _leashed(self, ready: Ready, columns: Columns) -> Columns:
+        """FedCorr: with each row's pull towards the received model, which follows from how noisy it seems."""
+        pulls = np.zeros((len(ready.owner), 1), dtype=np.float32)
+        for number, replica in enumerate(ready.replicas):
+            if replica.course is not None:
+                asked = ready.asked[number]
+                pulls[ready.rows(number), 0] = replica.course.pulls(ready.round, asked, replica.memo)
+        return replace(columns, leash=torch.from_numpy(pulls).to(self.device)) if pulls.any() else columns
+
+    def _looking_back(self, models: Tensor, ready: Ready, columns: Columns) -> Columns:
+        """FedCKA: with each row's previous model, and how strongly its first layers are held against it."""
+        strengths = [_likeness(replica.method) for replica in ready.replicas]
+        depth = max(len(entry) for entry in strengths)
+        if not depth:
+            return columns
+        padded = [[*entry, *[0.0] * (depth - len(entry))] for entry in strengths]
+        previous = models[ready.owner]
+        for number, replica in enumerate(ready.replicas):
+            for row, client in enumerate(ready.asked[number].tolist(), start=int(ready.edges[number])):
+                if client in replica.previous:
+                    previous[row] = replica.previous[client]
+        strength = torch.tensor(padded, device=self.device)[ready.owner]
+        return replace(columns, likeness=strength, previous=previous)
+
+    def _remember(self, models: Tensor, updates: Tensor, ready: Ready) -> None:
+        """What is kept of the models of those who answered: themselves (FedCKA), what they say of labels (FedCorr)."""
+        for number, replica in enumerate(ready.replicas):
+            judging = replica.course if replica.course and replica.course.stage(ready.round) == 1 else None
+            if judging is None and not _likeness(replica.method):
+                continue
+            own = models[number] - updates[ready.rows(number)]
+            for row in np.flatnonzero(~ready.lost[number]).tolist():
+                client = int(ready.asked[number][row])
+                if judging is None:
+                    replica.previous[client] = own[row].clone()
+                else:
+                    replica.memo = judging.hear(replica.memo, client, self._said(replica, own[row], client))
+
+    def _said(self, replica: Replica, model: Tensor, client: int) -> Floats:
+        """What a model says of a client's training data."""
+        samples = torch.from_numpy(replica.trained[client]).to(self.device)
+        tensors = {name: view[0] for name, view in self.shape.views(model.unsqueeze(0)).items()}
+        at_once = samples_at_once(self.local.program, self.device)
+        return log_probabilities(self.module, tensors, self.inputs[samples], at_once)
+
+    def _correct(self, replicas: list[Replica]) -> None:
+        """FedCorr, after a round: where an iteration or the second stage ends, judge the clients and correct labels."""
+        for replica in replicas:
+            course = replica.course
+            if course is None:
+                continue
+            record, stage = replica.rounds[-1], course.stage(self.round)
+            record["stage"] = stage
+            if not course.judges(self.round):
+                continue
+            if stage == 1:
+                replica.memo = course.judge(replica.memo, replica.seed)
+            noisy, changed = np.flatnonzero(replica.memo["noisy"]).tolist(), 0
+            for client in noisy:
+                said = self._said(replica, replica.model, client)
+                replica.memo, count = course.correct(replica.memo, client, said, all_samples=stage == 2)
+                changed += count
+            levels = replica.memo["levels"][noisy].tolist()
+            wrong = int((replica.memo["labels"] != self.dataset.labels[replica.trained.indices]).sum())
+            record["correction"] = {"noisy": noisy, "levels": levels, "changed": changed, "wrong": wrong}
+            record["bytes_down"] = record.get("bytes_down", 0) + 4 * self.shape.parameters * len(noisy)
 
     def _train_personal(self, models: Tensor, ready: Ready) -> None:
         """Ditto: the asked clients' own models take the same steps, pulled towards the received model."""
@@ -479,9 +597,10 @@ class Simulation:
         losses, right = (None, None) if measured is None else (part[rows][turn.kept] for part in measured)
         leaning = None if told is None else told.leanings[number]
         weighed_sizes = None if leaning is None else leaning.sizes
-        fairness = {} if told is None else told.fairness(replica.method, np.arange(len(ready.owner))[rows][turn.kept])
+        method = replica.acting(self.round)
+        fairness = {} if told is None else told.fairness(method, np.arange(len(ready.owner))[rows][turn.kept])
         opened = open_round(
-            replica.method,
+            method,
             turn.given,
             losses=losses,
             sizes=replica.trained.sizes[clients].astype(np.float64) if weighed_sizes is None else weighed_sizes,
@@ -500,7 +619,8 @@ class Simulation:
             raise NoUsableClient(f"seed {replica.seed}: {error}") from error
         out = weighed.close(weighed.direction(), own=True, keep_on=self.settings.keep_on)
         replica.model = replica.model - out.update
-        replica.state, replica.offset = out.state, out.evaluation_offset
+        if method is replica.method:
+            replica.state, replica.offset = out.state, out.evaluation_offset
         record |= self._record(out, losses, len(asked), len(clients), trials)
         if told is not None:
             record |= said(leaning)
@@ -587,3 +707,18 @@ class Simulation:
 def _needs_losses(method: Method) -> bool:
     """Whether the rule or the server step asks for anything measured on the participants' data."""
     return bool({"losses", "accuracies"} & set(method.rule.inputs))
+
+
+def _pull(method: Method) -> float:
+    """Strength of the squared pull towards the received model."""
+    return 0.0 if isinstance(method.objective, Similarity) else float(getattr(method.objective, "mu", 0.0))
+
+
+def _likeness(method: Method) -> list[float]:
+    """What each of the first layers counts in FedCKA's term; empty where there is none."""
+    return method.objective.strengths if isinstance(method.objective, Similarity) else []
+
+
+def _mixup(method: Method) -> float:
+    """The parameter of mixup's Beta distribution; 0 where nothing is mixed."""
+    return float(getattr(method.objective, "mixup", 0.0))

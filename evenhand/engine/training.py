@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from evenhand.checks import EvenhandError, number
 from evenhand.engine.batches import Batches, Samples
-from evenhand.engine.programs import FeedForward, Lean, Program, Sequential, answering
+from evenhand.engine.programs import FeedForward, Lean, Likeness, Program, Sequential, answering
 from evenhand.geometry import STRETCH
 
 AT_ONCE = 8192  # samples of a feed-forward network measured at once
@@ -162,6 +162,10 @@ class Columns:
     means: Tensor | None = None
     gaps: Tensor | None = None  # rows x (gap, up, down) x gaps
     limits: Tensor | None = None  # rows x (alpha, damping, one-sided)
+    leash: Tensor | None = None  # strength of a pull towards the received model that does not grow with the distance
+    # FedCKA (evenhand.engine.programs.Likeness).
+    likeness: Tensor | None = None  # rows x layers: what each layer's term counts
+    previous: Tensor | None = None  # every row's model of the last time, flat
 
     def named(self) -> dict[str, Tensor]:
         """Those that are there."""
@@ -238,9 +242,11 @@ class Local:
         updates = models.new_empty(rows, self.shape.total) if out is None else out
         grouped = updates.view(len(models), -1, self.shape.total)
         grouped.copy_(models.unsqueeze(1).expand_as(grouped))
-        received = updates.clone() if columns.pull is not None else None
+        looked_at = (columns.pull, columns.leash, columns.likeness)
+        received = updates.clone() if any(column is not None for column in looked_at) else None
         samples = self._samples(batches)
-        first = batches.whole and not self.program.random and batches.steps > 0  # its scores are the received model's
+        seen_plainly = not self.program.random and batches.partners is None
+        first = batches.whole and seen_plainly and batches.steps > 0  # its scores are the received model's
         side = Side(models.device)
         with side:
             measured = None
@@ -254,7 +260,7 @@ class Local:
         if not measuring:
             measured = models.new_full((2, rows), torch.nan, dtype=torch.float64)
         if measured is None:
-            measured = _means(scores, self.targets[batches.indices[:, :1]].flatten(1), batches.shares.flatten(1))
+            measured = _means(scores, self._wanted(batches, slice(0, 1)).flatten(1), batches.shares.flatten(1))
         side.join()
         return updates, measured
 
@@ -275,7 +281,7 @@ class Local:
             part = slice(start, min(start + at_once, steps))
             seen = samples(part)
             scores = self.program.scores(tensors, seen.reshape(len(models), -1, *seen.shape[3:]))
-            wanted = self.targets[batches.indices[:, part]].flatten(1)
+            wanted = self._wanted(batches, part).flatten(1)
             total += _means(scores.view(*wanted.shape, -1), wanted, batches.shares[:, part].flatten(1))
         return total
 
@@ -294,7 +300,7 @@ class Local:
             part = slice(start, min(start + at_once, steps))
             seen, index = samples(part), batches.indices[:, part].flatten(1)
             scores = self.program.scores(tensors, seen.reshape(len(models), -1, *seen.shape[3:]))
-            scores, wanted = scores.view(*index.shape, -1), self.targets[index]
+            scores, wanted = scores.view(*index.shape, -1), self._wanted(batches, part).flatten(1)
             classes = scores.shape[-1]
             losses = functional.cross_entropy(scores.flatten(0, 1), wanted.flatten(), reduction="none")
             said = [
@@ -303,7 +309,7 @@ class Local:
                 functional.one_hot(scores.argmax(-1), classes).double(),
             ]
             real = (batches.shares[:, part].flatten(1) > 0).unsqueeze(2)
-            inside = functional.one_hot(self.cells[index], self.cell_count).double().mul_(real)
+            inside = functional.one_hot(self._cells(index, wanted), self.cell_count).double().mul_(real)
             found = torch.bmm(inside.transpose(1, 2), torch.where(real, torch.cat(said, dim=2), 0.0))
             total = found if total is None else total.add_(found)
         assert total is not None
@@ -317,6 +323,15 @@ class Local:
         whole = self.inputs[batches.indices]
         return lambda steps: whole[:, steps]
 
+    def _wanted(self, batches: Batches, steps: slice) -> Tensor:
+        """The labels of some steps' samples (rows x steps x batch), as their owners have them."""
+        return self.targets[batches.indices[:, steps]] if batches.labels is None else batches.labels[:, steps]
+
+    def _cells(self, index: Tensor, wanted: Tensor) -> Tensor:
+        """The cells of samples: their groups, and the labels as their owners have them."""
+        assert self.cells is not None
+        return self.cells[index] - self.targets[index] + wanted
+
     def _train(
         self,
         rows: Tensor,
@@ -327,20 +342,26 @@ class Local:
     ) -> Tensor:
         """All local steps, in place; returns the scores of the first one."""
         tensors, work, weights, rates = self.shape.views(rows), self.work, batches.weights, columns.rates
-        plain = columns.momentum is None and columns.pull is None and work.weight_decay == 0.0 and work.clip is None
+        added = (columns.momentum, columns.pull, columns.leash, columns.likeness)
+        plain = all(column is None for column in added) and work.weight_decay == 0.0 and work.clip is None
         if plain:  # the gradient is linear in the sample weights, so they can carry the learning rate
             weights = weights * rates.view(-1, 1, 1)
         active = None if plain or batches.steady else (weights > 0).any(2).to(rows.dtype)
         velocity = torch.zeros_like(rows) if columns.momentum is not None else None
         first, followed = rows.new_empty(0), Following.of(columns)
         for step in range(batches.steps):
-            index = batches.indices[:, step]
-            seen, wanted = samples(slice(step, step + 1)).squeeze(1), self.targets[index]
-            counted, lean = self._leaning(columns, followed, index, weights[:, step])
+            index, now, counts = batches.indices[:, step], slice(step, step + 1), weights[:, step]
+            seen, wanted = samples(now).squeeze(1), self._wanted(batches, now).squeeze(1)
+            if batches.partners is not None and batches.blend is not None:
+                index, seen, wanted, counts = _mixed(
+                    batches.partners[:, step], batches.blend[:, step], index, seen, wanted, counts
+                )
+            counted, lean = self._leaning(columns, followed, index, wanted, counts)
             if plain and isinstance(self.program, FeedForward):
                 scores = self.program.step(tensors, seen, wanted, counted, lean)
             else:
-                found, scores = self.program.gradients(tensors, seen, wanted, counted, lean)
+                likeness = self._likeness(columns, received, seen, counts)
+                found, scores = self.program.gradients(tensors, seen, wanted, counted, lean, likeness)
                 if plain:
                     torch._foreach_sub_(list(tensors.values()), found)
                 else:
@@ -348,19 +369,27 @@ class Local:
                     self._step(rows, received, found, rate, columns, velocity)
             first = scores if step == 0 else first
             if followed is not None and self.cells is not None and step + 1 < batches.steps:
-                followed.see(scores, self.cells[index], weights[:, step] > 0)
+                followed.see(scores, self._cells(index, wanted), counts > 0)
         return first
 
     def _leaning(
-        self, columns: Columns, followed: Following | None, index: Tensor, weights: Tensor
+        self, columns: Columns, followed: Following | None, index: Tensor, wanted: Tensor, weights: Tensor
     ) -> tuple[Tensor, Lean | None]:
         """What each sample's cross-entropy and probabilities count, by its cell."""
         if columns.tables is None or columns.sharpness is None or self.cells is None:
             return weights, None
         tables = columns.tables if followed is None else followed.tables(columns.tables)
-        cells = self.cells[index].unsqueeze(2).expand(-1, -1, tables.shape[2])
+        cells = self._cells(index, wanted).unsqueeze(2).expand(-1, -1, tables.shape[2])
         told = tables.gather(1, cells) * weights.unsqueeze(2)
         return told[..., -1], Lean(told[..., :-1], columns.sharpness.unsqueeze(2))
+
+    def _likeness(self, columns: Columns, received: Tensor | None, seen: Tensor, weights: Tensor) -> Likeness | None:
+        """What each row's representations of a step's samples are held against."""
+        if columns.likeness is None or columns.previous is None or received is None:
+            return None
+        real, count = (weights > 0).to(received.dtype), columns.likeness.shape[1]
+        others = [self.program.relations(count, self.shape.views(r), seen, real) for r in (received, columns.previous)]
+        return Likeness(columns.likeness, real, *others)
 
     def _train_side_by_side(self, rows: Tensor, received: Tensor | None, batches: Batches, columns: Columns) -> Tensor:
         """Every row on a stream of its own: rows do not wait for each other, and small kernels run at the same time."""
@@ -391,6 +420,10 @@ class Local:
             view.copy_(gradient)
         if columns.pull is not None and received is not None:
             flat.addcmul_(rows - received, columns.pull)
+        if columns.leash is not None and received is not None:
+            apart = rows - received
+            length = torch.linalg.vector_norm(apart, dim=1, keepdim=True)
+            flat.addcmul_(apart, columns.leash / length.clamp_min(1e-30))
         if self.work.weight_decay:
             flat.add_(rows, alpha=self.work.weight_decay)
         if self.work.clip is not None:
@@ -399,6 +432,17 @@ class Local:
         if velocity is not None and columns.momentum is not None:
             flat = velocity.mul_(columns.momentum).add_(flat)
         rows.addcmul_(flat, rates, value=-1.0)
+
+
+def _mixed(
+    partners: Tensor, blend: Tensor, index: Tensor, seen: Tensor, wanted: Tensor, counts: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A step's samples mixed with their partners, once with either label, which counts as much as its owner's share."""
+    other = torch.arange(len(seen), device=seen.device).unsqueeze(1), partners
+    share = blend.view(-1, *[1] * (seen.dim() - 1))
+    both = share * seen + (1.0 - share) * seen[other]
+    labels, weighed = torch.cat([wanted, wanted[other]], 1), torch.cat([blend * counts, (1.0 - blend) * counts], 1)
+    return torch.cat([index, index[other]], 1), torch.cat([both, both], 1), labels, weighed
 
 
 def _means(scores: Tensor, targets: Tensor, shares: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from evenhand.methods.mfairfl import MFairFL
 from evenhand.methods.qffl import QFFL
 from evenhand.methods.server import Average, FedAdagrad, FedAdam, FedYogi, Momentum, Plain
 from evenhand.methods.term import TERM
-from evenhand.objectives import ClientMomentum, Personal, PlainRisk, Proximal
+from evenhand.objectives import ClientMomentum, Correction, Personal, PlainRisk, Proximal, Similarity
 from evenhand.tables import Listing, text_table
 
 Part = TypeVar("Part", Objective, Rule, ServerStep)
@@ -102,6 +102,8 @@ OBJECTIVES: dict[str, Objective] = {
         Proximal(),
         ClientMomentum(),
         Personal(),
+        Similarity(),
+        Correction(),
         GroupConstraints(),
         FairBatch(),
         Reweighted(),
@@ -114,6 +116,8 @@ SERVERS: dict[str, ServerStep] = {
 }
 
 DITTO = "FedAvg, and a personal model for every client that is pulled towards the shared one."
+FEDCKA = "FedAvg whose clients keep their first layers like the received model's rather than like their own last ones."
+FEDCORR = "Clients with wrong labels are found and their labels corrected; then FedAvg."
 FEDPROX = "FedAvg whose clients stay near the received model."
 MFAIRFL = "Group constraints by multipliers, and conflicts repaired up to a learned similarity of each pair of clients."
 FPFL = "FedAvg under group constraints, whose multipliers are damped and kept at the server."
@@ -131,6 +135,8 @@ METHODS: dict[str, Method] = {
         Method("even", Even()),
         Method("fedavg", FedAvg()),
         Method("fedprox", FedAvg(), objective=Proximal(), summary=FEDPROX, paper="Li et al., MLSys 2020"),
+        Method("fedcka", FedAvg(), objective=Similarity(), summary=FEDCKA, paper="Son et al., Appl. Sci. 2022"),
+        Method("fedcorr", FedAvg(), objective=Correction(), summary=FEDCORR, paper="Xu et al., CVPR 2022"),
         Method("ditto", FedAvg("uniform"), objective=Personal(), summary=DITTO, paper="Li et al., ICML 2021"),
         Method("qffl", QFFL()),
         Method("afl", AFL(), server=Average()),

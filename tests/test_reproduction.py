@@ -1,0 +1,391 @@
+"""Papers' tables: every recipe that ships is sound, and one that is run says honestly what it found."""
+
+from __future__ import annotations
+
+import csv
+import subprocess
+import sys
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import evenhand as eh
+from evenhand import cli, recipe, reproduction
+from evenhand.recipe import FOLDER, find_recipe, read_recipe
+from evenhand.reproduction import FAILS, HOLDS, UNTOLD, Result, reproduce
+
+ROOT = Path(__file__).resolve().parents[1]
+
+TINY = """
+title = "Digits, tiny"
+paper = "A paper (2000), Table 1"
+citation = "Somebody: Something. 2000."
+plus_minus = "Over two seeds."
+
+[experiment]
+data = "digits"
+partition = "pat:2"
+clients = 10
+model = "logistic"
+rounds = 3
+seeds = [0, 1]
+work = { lr = 0.1 }
+sampling = { participation = 0.5 }
+
+[choose]
+says = "The highest mean under another seed."
+by = "mean - std"
+seeds = [1000]
+
+[[columns]]
+title = "Ave."
+measure = "mean"
+scale = 100
+higher = true
+
+[[columns]]
+title = "Spread"
+measure = "std_pp"
+higher = false
+
+[[quirks]]
+name = "double_softmax"
+says = "softmax twice"
+settings = { "model_options.double_softmax" = true }
+
+[[quirks]]
+name = "root"
+says = "a root too many"
+measures = { Spread = "sqrt(std_pp)" }
+
+[[rows]]
+name = "FedAvg"
+method = "fedavg"
+numbers = [50.0, 20.0]
+spread = [1.0, 0.5]
+
+[[rows]]
+name = "q-FFL"
+method = "qffl"
+grid = { lr = [0.05, 0.1], "method.q" = [0.1, 1] }
+numbers = [51.0, "none"]
+spread = [1.0, "none"]
+
+[[rows]]
+name = "Mystery"
+unavailable = "nobody has published it"
+numbers = [99.0, 1.0]
+
+[[claims]]
+says = "q-FFL is better"
+column = "Ave."
+rows = ["q-FFL"]
+than = ["FedAvg"]
+"""
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    path = tmp_path / "tiny.toml"
+    path.write_text(TINY)
+    return path
+
+
+def changed(tiny: Path, old: str, new: str) -> Path:
+    text = tiny.read_text()
+    assert old in text
+    tiny.write_text(text.replace(old, new, 1))
+    return tiny
+
+
+def lines_of(out: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader((out / "results.csv").read_text().splitlines()))
+
+
+# ------------------------------------------------------------------------------------------------ what ships
+
+
+@pytest.mark.parametrize("name", recipe.names())
+def test_every_recipe_is_sound(name):
+    found = find_recipe(name)  # checks methods, settings, data, partitions, models and the number of numbers
+    assert found.title
+    assert found.citation
+    assert found.claims
+    for row in found.rows:
+        assert set(row.numbers) == {part.name for part in found.parts}
+        for part, values in row.numbers.items():
+            assert len(values) == len(found.columns)
+            assert any(value is not None for value in values)
+            if row.spread:
+                assert all(value is None or value >= 0 for value in row.spread[part])
+    for part in found.parts:
+        for place, column in enumerate(found.columns):  # accuracies are accuracies in the paper's unit
+            printed = [row.numbers[part.name][place] for row in found.rows]
+            if column.measure.startswith(("mean", "worst", "best", "client", "pooled_accuracy")):
+                assert all(value is None or 0 <= value <= column.scale for value in printed)
+
+
+@pytest.mark.parametrize("name", recipe.names())
+def test_the_stated_number_of_runs_is_right(name):
+    found = find_recipe(name)
+    variants = (True, False) if found.quirky else (False,)
+    whole = reproduction.Reproduction(found, found.experiment.seeds, None, found.rows, variants, {})
+    trials = {task.digest for task in reproduction._tasks(whole, {}, "trial") if len(task.row.tries()) > 1}
+    final = {(t.part.name, t.row.name, t.quirks): t.digest for t in reproduction._tasks(whole, {}, "final")}
+    seeds = 0 if found.choose is None else len(found.choose.seeds)
+    runs = len(trials) * seeds + len(set(final.values())) * len(found.experiment.seeds)
+    assert found.takes.startswith(f"{runs:,} runs of ")
+
+
+def test_the_asked_for_tables_are_there():
+    wanted = (
+        "fedfv/table2 fedfv/table3 fedfv/table4 fedlf/table1 fedlf/table2 fedlf/table4 adafed/table1 adafed/table10"
+    )
+    wanted += " fedfa/table2 mfairfl/table1 mfairfl/table2 mfairfl/table3 mfairfl/tableS2"
+    assert set(wanted.split()) <= set(recipe.names())
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "part", "numbers", "spread"),
+    [
+        ("fedfv/table2", "FedFV α=0.1, τ=10", "", (50.42, 9.70, 32.24, 69.68), (0.55, 0.96, 2.10, 2.84)),  # noqa: RUF001
+        ("fedfv/table2", "qFedAvg q=5.0", "", (45.25, 9.59, 26.56, 63.60), (0.42, 0.36, 1.03, 1.13)),
+        ("fedfv/table3", "FedFV α=2/3, τ=0", "", (77.91, 81.46, 81.46, 80.28, 1.77), (0.80, 1.99, 1.51, 1.09, 0.87)),  # noqa: RUF001
+        ("fedfv/table4", "FedFV Reverse", "FashionMNIST", (22.05,), (0.68,)),
+        ("fedlf/table1", "FedLF", "FMNIST Pat-1", (0.894, 0.089, 0.717, 0.996), (0.001, 0.002, 0.008, 0.001)),
+        ("fedlf/table2", "FedMDFG", "CIFAR-10 Pat-2", (0.714, 0.153, 0.535, 0.859), (0.001, 0.013, 0.024, 0.013)),
+        ("fedlf/table4", "FedFa", "CIFAR-10 Pat-1", (0.357, 0.581, 4.3, 4.4, 4.8, 4.7, 4.5, 4.4), None),
+        ("adafed/table1", "AdaFed", "", (46.42, 3.01, 31.12, 69.41), None),
+        ("adafed/table10", "AdaFed γ=10", "", (46.00, 2.88, 35.21, 67.35), None),  # noqa: RUF001
+        ("fedfa/table2", "FedFa", "Synthetic_1_1", (76.88, 37.03, 100.00, 603.69), None),
+        ("mfairfl/tableS2", "mFairFL (DP)", "Bank", (0.853, 0.003, 0.002, 0.004, 0.026), None),
+        ("mfairfl/table1", "CenFL (AP)", "Adult", (0.812, 0.014, 0.008, 0.013, None), None),
+    ],
+)
+def test_numbers_are_the_papers(name, row, part, numbers, spread):
+    found = next(entry for entry in find_recipe(name).rows if entry.name == row)
+    assert found.numbers[part] == numbers
+    assert found.spread.get(part) == spread
+
+
+def test_fedfvs_quirks_are_turned_on_and_off():
+    found = find_recipe("fedfv/table3")
+    on, off = (found.described(found.parts[0], found.rows[0], quirks, {}) for quirks in (True, False))
+    assert (on.model, on.split, dict(on.model_options)) == ("logistic", (0.8, 0.1, 0.1), {"double_softmax": True})
+    assert (off.model, off.split, dict(off.model_options)) == ("mlp", "official", {})
+
+
+def test_settings_that_must_agree_are_set_together():
+    found = find_recipe("fedfa/table2")
+    row = next(entry for entry in found.rows if entry.name == "FedFa")
+    tried = [found.described(found.parts[0], row, False, one).method.rule for one in row.tries()]
+    assert [(rule.alpha, rule.beta) for rule in tried] == [(0.5, 0.5), (0.0, 1.0), (1.0, 0.0)]
+    momenta = [found.described(part, row, False, {}).method.objective.client_momentum for part in found.parts[:4]]
+    assert momenta == [0.9, 0.9, 0.5, 0.5]
+
+
+@pytest.mark.wheel
+def test_the_wheel_holds_the_recipes(tmp_path):
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
+    subprocess.run(build, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("evenhand-*.whl")
+    inside = zipfile.ZipFile(wheel).namelist()
+    assert {f"evenhand/recipes/{name}.toml" for name in recipe.names()} <= set(inside)
+
+
+# ------------------------------------------------------------------------------------------------ running
+
+
+def test_a_table_is_run_and_not_run_again(tiny, tmp_path):
+    out = tmp_path / "out"
+    first = reproduce(tiny, out=out)
+    # q-FFL: four trials, with quirks and without; then two rows, two seeds, with quirks and without
+    assert (first.ran, first.found) == (8 + 8, 0)
+    assert first.scaled_down() == []
+    lines = lines_of(out)
+    assert len(lines) == 16
+    assert {line["stage"] for line in lines} == {"trial", "final"}
+    page = (out / "results.md").read_text()
+    for said in ("Digits, tiny", "50.00 ± 1.00", "quirks on", "quirks off", "not available: nobody", "softmax twice"):
+        assert said in page
+    assert "Scaled down" not in page
+    again = reproduce(tiny, out=out)
+    assert (again.ran, again.found) == (0, 16)
+    assert [cell.mean for _, _, cell in again.cells(True)] == [cell.mean for _, _, cell in first.cells(True)]
+    assert len(lines_of(out)) == 16
+    assert "16 were there already" in str(again)
+    kept = (out / "results.csv").read_text().splitlines()
+    (out / "results.csv").write_text("\n".join(kept[:-2]) + "\n" + kept[-1][:40])  # cut in the middle of a line
+    third = reproduce(tiny, out=out)
+    assert third.ran == 2
+    assert [cell.mean for _, _, cell in third.cells(False)] == [cell.mean for _, _, cell in first.cells(False)]
+
+
+def test_it_is_what_compare_finds(tiny):
+    found = reproduce(tiny, only=["FedAvg"], quirks="off")
+    settings = {"data": "digits", "partition": "pat:2", "clients": 10, "model": "logistic", "rounds": 3, "lr": 0.1}
+    runs = eh.simulate(method="fedavg", **settings, participation=0.5, seeds=2)
+    (_, _, mean), (_, _, spread) = found.cells(False)
+    assert np.allclose(mean.values, 100 * runs.measured("mean"))
+    assert np.allclose(spread.values, runs.measured("std_pp"))
+
+
+def test_a_quirk_of_the_measure_needs_no_other_run(tiny):
+    changed(tiny, 'settings = { "model_options.double_softmax" = true }', "")
+    found = reproduce(tiny, only=["FedAvg"])
+    assert found.ran == 2
+    spreads = [found.cells(quirks)[1][2].values for quirks in (True, False)]
+    assert np.allclose(spreads[0], np.sqrt(spreads[1]))
+
+
+def test_less_than_the_table_is_called_so(tiny):
+    found = reproduce(tiny, rounds=2, seeds=1, only=["fed"], quirks="off")
+    said = found.scaled_down()
+    assert said == ["2 rounds instead of 3", "seeds 0 instead of 0, 1", "1 of 3 rows"]
+    for text in (str(found), found.markdown()):
+        assert "Scaled down: 2 rounds instead of 3" in text
+        assert "no cell gets a verdict" in text
+        assert ") ✓" not in text
+        assert ") ✗" not in text
+    assert "no verdict on the cells" in found.summary()[0]
+    assert "Scaled down" not in str(reproduce(tiny, rounds=3, quirks="off"))
+
+
+def planted(tiny: Path, fedavg: list[float], qffl: list[float]) -> reproduction.Reproduction:
+    """The tiny table with these mean accuracies in the place of what was measured."""
+    found = reproduce(tiny, quirks="off")
+    for row, values in (("FedAvg", fedavg), ("q-FFL", qffl)):
+        digest = found.tasks["", row, False].digest
+        for seed, value in enumerate(values):
+            found.results[digest, seed] = Result({"mean": value, "std_pp": 19.1, "std": 0.191})
+    return replace(found, seeds=tuple(range(len(fedavg))))
+
+
+def test_verdicts_on_planted_numbers(tiny):
+    better = planted(tiny, [0.515, 0.517, 0.516, 0.516], [0.571, 0.575, 0.573, 0.573])
+    ((_, _, close), (_, _, spread), (_, _, far), (_, _, none)) = better.cells(False)
+    assert close.spreads_off == pytest.approx(1.6)
+    assert close.within is True
+    assert "(+1.6) ✓" in close.ours(True)
+    assert spread.spreads_off == pytest.approx(-1.8)
+    assert far.spreads_off == pytest.approx(6.3)
+    assert far.within is False
+    assert "(+6.3) ✗" in far.ours(True)
+    assert none.within is None  # the paper has no number there
+    assert better.judged(False)[0].verdict == HOLDS
+    assert "2 of 3 cells are within 2 spreads" in better.summary()[0]
+    worse = planted(tiny, [0.571, 0.575, 0.573, 0.573], [0.515, 0.517, 0.516, 0.516])
+    assert worse.judged(False)[0].verdict == FAILS
+    alike = planted(tiny, [0.51, 0.53, 0.50, 0.52], [0.53, 0.50, 0.52, 0.51])
+    assert alike.judged(False)[0].verdict == UNTOLD
+    one = planted(tiny, [0.51], [0.57])
+    assert one.judged(False)[0].verdict == UNTOLD
+    assert "Mystery" not in one.judged(False)[0].why
+
+
+def test_a_claim_about_rows_that_were_not_run_cannot_be_told(tiny):
+    (judged,) = reproduce(tiny, only=["FedAvg"], quirks="off").judged(False)
+    assert (judged.verdict, judged.why) == (UNTOLD, "not run: q-FFL")
+
+
+def test_without_a_spread_in_the_paper_our_own_is_the_unit(tiny):
+    changed(tiny, "spread = [1.0, 0.5]\n", "")
+    found = planted(tiny, [0.50, 0.52], [0.5, 0.5])
+    cell = found.cells(False)[0][2]
+    assert cell.unit == pytest.approx(100 * np.std([0.50, 0.52], ddof=1))
+    assert "own)" in cell.ours(True)
+
+
+def test_what_diverges_takes_nobody_with_it(tiny, tmp_path):
+    wild = 'name = "Wild"\nmethod = "fedavg"\nsettings = { lr = 1e30, "model" = "mlp" }\nnumbers = [1, 1]\n'
+    changed(tiny, "[[claims]]", f"[[rows]]\n{wild}\n[[claims]]")
+    found = reproduce(tiny, only=["FedAvg", "Wild"], quirks="off", out=tmp_path / "out")
+    assert "diverged under 2 of 2 seeds" in str(found)
+    assert np.isfinite(found.cells(False)[0][2].mean)
+    assert reproduce(tiny, only=["FedAvg", "Wild"], quirks="off", out=tmp_path / "out").ran == 0
+
+
+# ------------------------------------------------------------------------------------------------ refusals
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ('title = "Digits, tiny"', "", "title: is missing"),
+        ('title = "Digits, tiny"', "titel = 1", "title: is missing"),
+        ("plus_minus", "plusminus", "plusminus: is not a key that is known here; did you mean 'plus_minus'?"),
+        ('data = "digits"', 'data = "digitz"', "experiment: "),
+        ('partition = "pat:2"', 'partition = "pet:2"', "unknown partition 'pet'"),
+        ('model = "logistic"', 'model = "logistics"', "unknown model 'logistics'"),
+        ('measure = "mean"', 'measure = "meen"', "columns[0].measure: unknown measure 'meen'"),
+        ('method = "fedavg"', 'method = "fedagv"', "rows[0] (FedAvg): unknown method 'fedagv'"),
+        ('"method.q"', '"method.p"', "rows[1] (q-FFL): qffl has no setting 'p'"),
+        ("numbers = [50.0, 20.0]", "numbers = [50.0]", "rows[0].numbers: must be a list of 2 numbers"),
+        ("numbers = [50.0, 20.0]", 'numbers = [50.0, "x"]', "rows[0].numbers: 'x' is not a number"),
+        ('name = "q-FFL"', 'name = "FedAvg"', "rows: 'FedAvg' is there twice"),
+        ('column = "Ave."', 'column = "Avg."', "claims[0].column: the table has no 'Avg.'"),
+        ('than = ["FedAvg"]', 'than = ["FedAgv"]', "claims[0].than: the table has no 'FedAgv'"),
+        ('by = "mean - std"', 'by = "mean - sdt"', "choose.by: unknown measure 'sdt'"),
+        ('measures = { Spread = "sqrt', 'measures = { Var = "sqrt', "quirks[1].measures.Var: is not the title"),
+        ("higher = true", 'higher = "yes"', "columns[0].higher: is 'yes'; it must be true or false"),
+    ],
+)
+def test_a_bad_recipe_is_refused_by_file_and_key(tiny, old, new, said):
+    text = tiny.read_text()
+    assert old in text
+    tiny.write_text(text.replace(old, new, 1))
+    with pytest.raises(eh.EvenhandError) as refused:
+        read_recipe(tiny)
+    assert str(tiny) in str(refused.value)
+    assert said in str(refused.value)
+
+
+def test_unknown_names_are_refused(tiny):
+    with pytest.raises(eh.EvenhandError, match="no recipe 'fedfv/table22'; did you mean 'fedfv/table2'"):
+        find_recipe("fedfv/table22")
+    with pytest.raises(eh.EvenhandError, match="has no row 'Fedx'"):
+        reproduce(tiny, only=["Fedx"])
+    with pytest.raises(eh.EvenhandError, match="quirks='maybe'"):
+        reproduce(tiny, quirks="maybe")
+
+
+def test_another_tables_folder_is_not_mixed_in(tiny, tmp_path):
+    (tmp_path / "results.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(eh.EvenhandError, match="written for another table"):
+        reproduce(tiny, out=tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------ the command line
+
+
+def run(capsys, *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as end:
+        cli.main(arguments)
+    said = capsys.readouterr()
+    return int(end.value.code or 0), said.out, said.err
+
+
+def test_the_commands(tiny, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = run(capsys, "recipes")
+    assert code == 0
+    assert all(name in out for name in recipe.names())
+    code, out, _ = run(
+        capsys, "reproduce", str(tiny), "--rounds", "1", "--seeds", "1", "--only", "FedAvg", "--no-quirks"
+    )
+    assert code == 0
+    assert "Scaled down: 1 round instead of 3" in out
+    assert (tmp_path / out.split("page")[-1].split()[0]).is_file()
+    code, _, err = run(capsys, "reproduce", str(tiny), "--quirks", "--both")
+    assert code == 2
+    assert "exclude each other" in err
+
+
+def test_python_has_both():
+    assert {entry.name for entry in eh.recipes()} == set(recipe.names())
+    assert eh.reproduce is reproduce
+    assert "fedfv/table2" in repr(eh.recipes())
+    assert (FOLDER / "fedfv" / "table2.toml").is_file()
