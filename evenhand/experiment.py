@@ -445,7 +445,7 @@ def load_runs(out: str | Path) -> Runs:
 def _play(chosen: Experiment, recorder: Recorder) -> Runs:
     recorder.run()
     folder = recorder.folder
-    runs = Runs(chosen, _runs_of(chosen, recorder), None if folder is None else folder.path)
+    runs = Runs(chosen, runs_of(chosen, recorder), None if folder is None else folder.path)
     runs.notes = (*recorder.notes, *_notes(recorder.simulation, runs))
     if folder is not None:
         recorder.finish(runs)
@@ -462,7 +462,8 @@ def _notes(simulation: Simulation, runs: Runs) -> list[str]:
     return notes
 
 
-def _runs_of(experiment: Experiment, recorder: Recorder) -> list[Run]:
+def runs_of(experiment: Experiment, recorder: Recorder) -> list[Run]:
+    """What every replica of a finished simulation gives."""
     runs, simulation = [], recorder.simulation
     still = {name: tensor.cpu() for name, tensor in frozen(simulation.module).items()}
     for replica, record in zip(simulation.replicas, recorder.records, strict=True):

@@ -25,7 +25,7 @@ import torch
 from evenhand import storage
 from evenhand.checks import EvenhandError, choice, near_miss, number
 from evenhand.data import Dataset
-from evenhand.experiment import Experiment, load_data, prepare
+from evenhand.experiment import Experiment, load_data, prepare, runs_of
 from evenhand.fairness import best, paired_test, worst
 from evenhand.folders import Diverged, Progress, Recorder, file_name, writing
 from evenhand.methods import Method
@@ -749,20 +749,7 @@ def played(
     simulation = prepare(experiment, methods, dataset)
     recorder = Recorder(simulation, None, progress=progress, label=label)
     recorder.run()
-    found = iter(
-        [
-            Run(
-                replace(experiment, method=replica.method, seeds=(replica.seed,)),
-                replica.seed,
-                record.names,
-                record.test_samples,
-                record.rounds,
-                record.evaluations,
-                cells=simulation.cells,
-            )
-            for replica, record in zip(simulation.replicas, recorder.records, strict=True)
-        ]
-    )
+    found = iter(runs_of(experiment, recorder))
     return [[next(found) for _ in experiment.seeds] for _ in methods]
 
 
