@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call
 
 from evenhand.checks import EvenhandError
 from evenhand.engine.batches import Batches, join, plan
@@ -17,7 +18,8 @@ from evenhand.engine.graphs import Replayed
 from evenhand.engine.programs import Batched, FeedForward, Sequential, choose_program
 from evenhand.engine.sampling import Sampling
 from evenhand.engine.training import Columns, Local, LocalWork, Shape
-from evenhand.experiment import Experiment, simulate
+from evenhand.experiment import Experiment, prepare, simulate
+from evenhand.methods import method
 from evenhand.models import build
 from evenhand.streams import stream
 
@@ -477,3 +479,31 @@ def test_what_a_graph_would_replay_is_the_round(name):
     replayed.run()
     assert torch.equal(plain.replicas[0].model, replayed.replicas[0].model)
     assert plain.replicas[0].rounds[-1]["fell"] == replayed.replicas[0].rounds[-1]["fell"]
+
+
+@pytest.mark.parametrize("settings", [{}, {"chunk": 2}, {"partition": "dir:0.3"}])
+def test_a_rule_may_ask_for_losses_after_training(settings, monkeypatch):
+    import evenhand.engine.simulation as module
+
+    seen = []
+
+    def watched(chosen, given, **inputs):
+        seen.append((inputs["clients"], inputs["losses"], given.parts[0].clone()))
+        return open_round(chosen, given, **inputs)
+
+    open_round = module.open_round
+    monkeypatch.setattr(module, "open_round", watched)
+    chosen = Experiment().with_settings({"clients": 6, "rounds": 1, "participation": 0.7, "device": "cpu", **settings})
+    made = prepare(chosen, [method("qffl:q=2,losses=trained"), method("qffl:q=2")])
+    start = made.replicas[0].model.clone()
+    made.run()
+    (clients, found, updates), (_, received, _) = seen
+    assert len(clients) == 4
+    for place, client in enumerate(clients):
+        own = torch.from_numpy(made.replicas[0].partition.train[client])
+        named = {name: view[0] for name, view in made.shape.views((start - updates[place]).unsqueeze(0)).items()}
+        scores = functional_call(made.module, named, (made.dataset.inputs[own],))
+        expected = nn.functional.cross_entropy(scores, made.dataset.targets[own]).item()
+        assert found[place] == pytest.approx(expected, rel=1e-4)
+        assert received[place] > expected
+    assert made.replicas[0].rounds[0]["losses"] == pytest.approx(received.tolist())  # the log keeps those before

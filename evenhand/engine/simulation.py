@@ -244,9 +244,10 @@ class Simulation:
         (losses, right), *products = to_numpy([measured, *itertools.chain(*launched)])
         if told is not None:
             measuring, (losses, right) = True, told.measured
+        trained = self._trained_losses(models, updates, ready)
         for number, turn in enumerate(turns):
             own = [products.pop(0) for _ in launched[number]]
-            self._serve(number, ready, turn, own, (losses, right) if measuring else None, told)
+            self._serve(number, ready, turn, own, (losses, right) if measuring else None, told, trained)
         if self.settings.measure == "all":
             self._see_who_fell(ready, turns, losses)
         self._correct(replicas)
@@ -578,6 +579,7 @@ class Simulation:
         products: list[Floats],
         measured: tuple[Floats, Floats] | None,
         told: Told | None,
+        trained: Floats | None,
     ) -> None:
         """The server's part of a round for one replica: rule, server step, record."""
         replica, asked, lost = ready.replicas[number], ready.asked[number], ready.lost[number]
@@ -602,7 +604,7 @@ class Simulation:
         opened = open_round(
             method,
             turn.given,
-            losses=losses,
+            losses=losses if trained is None or not _wants_trained(replica.method) else trained[rows][turn.kept],
             sizes=replica.trained.sizes[clients].astype(np.float64) if weighed_sizes is None else weighed_sizes,
             accuracies=right,
             **fairness,
@@ -626,6 +628,14 @@ class Simulation:
             record |= said(leaning)
             down, up = told.bytes(len(asked), len(clients))
             record["bytes_down"], record["bytes_up"] = record["bytes_down"] + down, record["bytes_up"] + up
+
+    def _trained_losses(self, models: Tensor, updates: Tensor, ready: Ready) -> Floats | None:
+        """Every row's loss after its local training, for the rules that ask for it."""
+        if not any(_wants_trained(replica.method) for replica in ready.replicas):
+            return None
+        rows = models[ready.owner] - updates
+        found = [self._measure_piece(rows[part], batches)[0].clone() for part, batches in ready.parts()]
+        return to_numpy([torch.cat(found)])[0]
 
     def _see_who_fell(self, ready: Ready, turns: list[Turn], before: Floats) -> None:
         """The share of each replica's participants whose own loss is lower now."""
@@ -722,3 +732,8 @@ def _likeness(method: Method) -> list[float]:
 def _mixup(method: Method) -> float:
     """The parameter of mixup's Beta distribution; 0 where nothing is mixed."""
     return float(getattr(method.objective, "mixup", 0.0))
+
+
+def _wants_trained(method: Method) -> bool:
+    """Whether the rule looks at losses after local training."""
+    return getattr(method.rule, "losses", "received") == "trained"

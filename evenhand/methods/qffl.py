@@ -4,6 +4,9 @@ Paper: Li et al., Fair Resource Allocation in Federated Learning, ICLR 2020, Alg
     dw_k = L (theta - theta_k),  D_k = F_k^q dw_k,  h_k = q F_k^(q-1) |dw_k|^2 + L F_k^q,
     theta <- theta - sum_k D_k / sum_k h_k.
 
+`losses="trained"` asks the simulator for the clients' losses after their local training, as FedFV's code does for its
+baseline; the paper's F_k is that of the received model.
+
 Departure: a loss of exactly zero counts as 1e-10 (the authors' code adds that to every loss).
 """
 
@@ -14,7 +17,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from evenhand.checks import number
+from evenhand.checks import choice, number
 from evenhand.methods.base import Memo, Round, Rule, Weights, learning_rate, nonnegative_losses, spread
 
 
@@ -24,6 +27,7 @@ class QFFL(Rule):
 
     q: float = 0.1
     lipschitz: float | None = None  # L; the papers take 1 / learning rate, which is what None means
+    losses: str = "received"  # of which model: "received" or "trained"
 
     name: ClassVar[str] = "qffl"
     paper: ClassVar[str] = "Li et al., ICLR 2020"
@@ -34,6 +38,7 @@ class QFFL(Rule):
         number("q", self.q, low=0.0)
         if self.lipschitz is not None:
             number("lipschitz", self.lipschitz, above=0.0)
+        choice("losses", self.losses, ("received", "trained"))
 
     def weigh(self, round: Round, memo: Memo) -> Weights:
         constant = self.lipschitz or 1.0 / learning_rate(None, round, "lipschitz", "qffl")
