@@ -28,9 +28,9 @@ from scipy.optimize import linprog
 from evenhand.constraints import Cells
 from evenhand.data import Dataset
 from evenhand.engine.groups import cells_of
-from evenhand.experiment import Experiment, load_data, prepare
+from evenhand.experiment import Experiment, load_data
 from evenhand.methods import Method, method
-from evenhand.runs import Run
+from evenhand.reproduction import played as together
 
 BATCH = {"adult": 256, "compas": 128, "bank": 256}
 SENSITIVE = {"adult": "sex", "compas": "sex", "bank": "age_group"}
@@ -122,17 +122,12 @@ def played(experiment: Experiment, dataset: Dataset, methods: Sequence[Method]) 
     """What every method and seed reaches; those that train alike run as one program."""
     found: list[list[Measured]] = [[] for _ in methods]
     kinds = [(entry.training, entry.objective.name == "personal") for entry in methods]
-    for kind in dict.fromkeys(kinds):
-        mine = [place for place, entry in enumerate(kinds) if entry == kind]
-        simulation = prepare(experiment, [methods[place] for place in mine], dataset)
-        simulation.run()
-        replicas = iter(simulation.replicas)
-        for place, seed in itertools.product(mine, experiment.seeds):
-            replica = next(replicas)
-            tested = replica.partition.test.sizes
-            said = Run(experiment, seed, (), tested, [], replica.evaluations, cells=simulation.cells).measures()
-            wanted = {"accuracy": "pooled_accuracy", "cf": "client_deviation", **{kind: kind for kind in KINDS}}
-            found[place].append({name: said[source] for name, source in wanted.items()})
+    for alike in dict.fromkeys(kinds):
+        mine = [place for place, entry in enumerate(kinds) if entry == alike]
+        wanted = {"accuracy": "pooled_accuracy", "cf": "client_deviation", **{kind: kind for kind in KINDS}}
+        for place, runs in zip(mine, together(experiment, [methods[i] for i in mine], dataset, None, ""), strict=True):
+            said = [run.measures() for run in runs]
+            found[place] = [{name: seed[source] for name, source in wanted.items()} for seed in said]
     return found
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -127,10 +127,7 @@ class Constraints:
     @classmethod
     def of(cls, cells: Cells, kinds: Sequence[str], relaxation: str = "probability") -> Constraints:
         """One gap for each kind, group, label and outcome that the kind looks at."""
-        parts = [_gaps(cells, kind, relaxation) for kind in kinds]
-        names = tuple(name for part in parts for name in part[0])
-        everyone, group = (tuple(np.concatenate([p[i][n] for p in parts]) for n in range(2)) for i in (1, 2))
-        return cls(names, everyone, group)  # type: ignore[arg-type]
+        return _constraints(cells, tuple(kinds), relaxation)
 
     def __len__(self) -> int:
         return len(self.names)
@@ -157,6 +154,17 @@ class Constraints:
     def push(self, sums: Sums, multipliers: Floats) -> Floats:
         """Derivative of `multipliers @ gaps` by each column of a cell's sample (rows x cells x (classes + 1))."""
         return np.asarray(np.einsum("rj,rjck->rck", multipliers, self.slopes(sums)))
+
+
+@lru_cache(maxsize=32)
+def _constraints(cells: Cells, kinds: tuple[str, ...], relaxation: str) -> Constraints:
+    """They follow from the cells alone, which are the same in every round."""
+    parts = [_gaps(cells, kind, relaxation) for kind in kinds]
+
+    def joined(which: int) -> tuple[Floats, Floats]:
+        return np.concatenate([part[which][0] for part in parts]), np.concatenate([part[which][1] for part in parts])
+
+    return Constraints(tuple(name for part in parts for name in part[0]), joined(1), joined(2))
 
 
 def _gaps(cells: Cells, kind: str, relaxation: str) -> tuple[list[str], tuple[Floats, Floats], tuple[Floats, Floats]]:

@@ -6,7 +6,7 @@ several at once, in memory or into a folder; `resume` continues a run that was c
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -274,9 +274,15 @@ def chosen_experiment(experiment: Experiment | None, settings: Mapping[str, Any]
 
 
 def prepare(
-    experiment: Experiment, methods: Sequence[Method] | None = None, dataset: Dataset | None = None
+    experiment: Experiment,
+    methods: Sequence[Method] | None = None,
+    dataset: Dataset | None = None,
+    redraw: Callable[[Partition, int], Partition] | None = None,
 ) -> Simulation:
-    """Load the data, draw partitions and initial models, and set up one replica for every method and seed."""
+    """Load the data, draw partitions and initial models, and set up one replica for every method and seed.
+
+    redraw: makes the partition that is used of the one that was drawn, and the seed.
+    """
     for chosen in methods or [experiment.method]:
         can_simulate(chosen)
     dataset = dataset or load_data(experiment)
@@ -290,6 +296,8 @@ def prepare(
             must_fit(experiment.model, module, dataset.inputs[:2], dataset.classes)
         _check_frozen(before, module)
         drawn = draw_partition(dataset, experiment, seed)
+        if redraw is not None:
+            drawn = redraw(drawn, seed)
         experiment.sampling.count(drawn.clients)  # a cohort that is too large is refused before the first round
         parted[seed] = (drawn, Shape.of(module).flat(module).to(device))
     for chosen in methods or [experiment.method]:

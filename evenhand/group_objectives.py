@@ -85,14 +85,14 @@ class GroupConstraints(Objective):
         multipliers = np.maximum(before + self.gamma * over, 0.0)
         # A client's mean counts by its share, so its part of the whole is weighed by its samples against the share.
         scale = sums.sizes if alone else view.sums.sizes / view.shares
-        slopes = constraints.slopes(sums) * scale[:, None, None, None]
         tables, followed = view.cells.plain(len(view.clients)), None
         if self.follow and self.relaxation == "probability":
+            slopes = constraints.slopes(sums) * scale[:, None, None, None]
             followed = self._followed(view.sums, sums, slopes, scale, off, multipliers)
         else:
             force = np.maximum(multipliers + self.damping * over, 0.0)
             signed = force[0] - force[1] if len(force) == 2 else force[0] * np.sign(off)
-            tables = tables + np.einsum("rj,rjck->rck", np.broadcast_to(signed, slopes.shape[:2]), slopes)
+            tables = tables + constraints.push(sums, signed) * scale[:, None, None]
         carried = self._after(view, memo, multipliers, alone)
         facts: dict[str, Any] = {"constraints": list(constraints.names)}
         if not alone:

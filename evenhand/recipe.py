@@ -24,6 +24,7 @@ from evenhand.fairness import MEASURES
 from evenhand.models import MODELS
 from evenhand.tables import Listing, text_table
 from evenhand.toml import read_toml
+from evenhand.tuning import Judgement
 
 FOLDER = Path(__file__).parent / "recipes"
 TOGETHER = 60  # methods times seeds that train as one program, unless a recipe says otherwise
@@ -79,10 +80,6 @@ class Choice:
     by: str
     seeds: tuple[int, ...] = (1000,)
     settings: Settings = field(default_factory=dict)
-
-    @property
-    def terms(self) -> list[tuple[float, str]]:
-        return read_terms(self.by)
 
 
 @dataclass(frozen=True)
@@ -169,7 +166,7 @@ class Recipe:
         """Every measure that any of its cells, or any choice, asks for."""
         found = [bare(self.measure(column, quirks)) for column in self.columns for quirks in (True, False)]
         for by in (*(row.by for row in self.rows), self.choose.by if self.choose else ""):
-            found += [name for _, name in read_terms(by)] if by else []
+            found += [name for _, name in Judgement.read(by).terms] if by else []
         return list(dict.fromkeys(found))
 
     def described(self, part: Part, row: Row, quirks: bool, tried: Settings) -> Experiment:
@@ -198,12 +195,6 @@ def bare(measure: str) -> str:
     """The measure inside sqrt(...)."""
     found = re.fullmatch(r"sqrt\((.+)\)", measure)
     return found[1] if found else measure
-
-
-def read_terms(text: str) -> list[tuple[float, str]]:
-    """`"pooled_accuracy - dp"` -> `[(1.0, "pooled_accuracy"), (-1.0, "dp")]`."""
-    pieces = re.findall(r"([+-]?)\s*([^\s+-][^\s+]*)", text)
-    return [(-1.0 if sign == "-" else 1.0, name) for sign, name in pieces]
 
 
 def check_measure(name: str) -> None:
@@ -371,7 +362,7 @@ def _choice(entry: Entry) -> Choice:
 
 def _check_by(entry: Entry, by: str) -> None:
     with entry.at("by"):
-        for _, name in read_terms(by):
+        for _, name in Judgement.read(by).terms:
             check_measure(name)
 
 

@@ -42,11 +42,11 @@ from evenhand.recipe import (
     find_recipe,
     listed,
     read_recipe,
-    read_terms,
     recipes,
 )
 from evenhand.runs import Run
 from evenhand.tables import text_table
+from evenhand.tuning import Judgement
 
 __all__ = ["Recipe", "RecipeInfo", "RecipeTable", "Reproduction", "read_recipe", "recipes", "reproduce"]
 
@@ -585,10 +585,8 @@ def _final(
     for task in trials:
         assert choose is not None
         key = (task.part.name, task.row.name, task.quirks)
-        terms = read_terms(task.row.by or choose.by)
-        reached = [results[task.digest, seed].measures for seed in choose.seeds]
-        score = float(np.mean([sum(sign * one[name] for sign, name in terms) for one in reached]))
-        score = score if math.isfinite(score) else -math.inf
+        judged = Judgement.read(task.row.by or choose.by)
+        score = float(np.mean([judged.score(results[task.digest, seed].measures) for seed in choose.seeds]))
         if key not in best_of or score > best_of[key][0]:
             best_of[key] = (score, task.tried)
     for task in _tasks(found, more, "final"):

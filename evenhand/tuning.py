@@ -78,7 +78,7 @@ class Judgement:
     text: str
     terms: tuple[tuple[float, str], ...]
 
-    TERM = re.compile(r"\s*([+-]?)\s*(?:(\d+\.?\d*|\.\d+)\s*\*\s*)?([A-Za-z_][\w:]*)")
+    TERM = re.compile(r"\s*([+-]?)\s*(?:(\d+\.?\d*|\.\d+)\s*\*\s*)?([A-Za-z_]\w*(?::[\w./]+)?)")
 
     @classmethod
     def read(cls, text: str) -> Judgement:
@@ -376,13 +376,8 @@ class _Desk:
         self, wanted: Sequence[Mapping[str, Any]], places: Sequence[int]
     ) -> list[tuple[int, dict[int, dict[str, float]]]]:
         told = [_with(self.experiment, settings) for settings in wanted]
-        simulation = prepare(told[0], [one.method for one in told], self.dataset)
-        held = {}
-        for replica in simulation.replicas:
-            if id(replica.partition) not in held:
-                held[id(replica.partition)] = held_back(replica.partition, self.hold_out, replica.seed)
-        for replica in simulation.replicas:
-            replica.partition = held[id(replica.partition)]
+        methods = [one.method for one in told]
+        simulation = prepare(told[0], methods, self.dataset, lambda drawn, seed: held_back(drawn, self.hold_out, seed))
         simulation.run(after_round=self._after_round if self.progress is not None else None)
         found: list[tuple[int, dict[int, dict[str, float]]]] = []
         replicas = iter(simulation.replicas)
@@ -436,19 +431,19 @@ def held_back(drawn: Partition, share: float, seed: int) -> Partition:
     """The partition with validation data in the place of the test data, and without it in the training data."""
     if len(drawn.validation.indices):
         return replace(drawn, test=drawn.validation)
-    sizes, kept = drawn.train.sizes, []
-    rng = stream(seed, "tuning")
+    sizes = drawn.train.sizes
     back = np.minimum(np.maximum(np.round(share * sizes).astype(np.int64), sizes > 1), np.maximum(sizes - 1, 0))
-    judged = []
+    rng, kept, judged = stream(seed, "tuning"), [], []
     for client, count in enumerate(back.tolist()):
-        mixed = rng.permutation(drawn.train[client])
+        mixed = drawn.train.offsets[client] + rng.permutation(sizes[client])  # places in `train.indices`
         judged.append(np.sort(mixed[:count]))
         kept.append(np.sort(mixed[count:]))
-    return replace(drawn, train=_split(kept), test=_split(judged))
+    labels = None if drawn.labels is None else drawn.labels[np.concatenate(kept)]
+    return replace(drawn, train=_split(drawn.train, kept), test=_split(drawn.train, judged), labels=labels)
 
 
-def _split(parts: Sequence[np.ndarray[Any, Any]]) -> Split:
-    return Split(np.concatenate(parts), np.cumsum([0, *map(len, parts)]))
+def _split(whole: Split, places: Sequence[np.ndarray[Any, Any]]) -> Split:
+    return Split(whole.indices[np.concatenate(places)], np.cumsum([0, *map(len, places)]))
 
 
 def _read(path: Path) -> list[dict[str, Any]]:

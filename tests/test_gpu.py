@@ -25,17 +25,22 @@ def finals(made: Simulation) -> torch.Tensor:
     return torch.stack([replica.model for replica in made.replicas]).cpu()
 
 
+def continued(tmp_path, name: str, **settings) -> Simulation:
+    """A simulation that another one's checkpoint after three rounds was put into."""
+    stopped, found = simulation_of(name, **settings), simulation_of(name, **settings)
+    stopped.run(until=3)
+    save(stopped, tmp_path / "checkpoint")
+    restore(found, tmp_path / "checkpoint")
+    return found
+
+
 @pytest.mark.parametrize("name", ["fedavg", "fedlf", "even", "fedfv", "ditto", "afl", "fedmdfg", "fedcka"])
 @pytest.mark.parametrize("model", ["mlp", "cnn"])
 def test_a_run_can_be_repeated_and_resumed_to_the_last_bit(name, model, tmp_path):
     settings = {} if model == "mlp" else {"model": f"{__name__}:convolution", "rounds": 4}
     once, again = (finals(simulation_of(name, **settings)) for _ in range(2))
     assert torch.equal(once, again)
-    stopped, continued = simulation_of(name, **settings), simulation_of(name, **settings)
-    stopped.run(until=3)
-    save(stopped, tmp_path / "checkpoint")
-    restore(continued, tmp_path / "checkpoint")
-    assert torch.equal(finals(continued), once)
+    assert torch.equal(finals(continued(tmp_path, name, **settings)), once)
 
 
 GROUPS = {"data": "synthetic-groups", "clients": None, "participation": 1.0, "model": "logistic"}
@@ -51,11 +56,7 @@ def test_group_methods_can_be_repeated_and_give_the_cpus_numbers(name, tmp_path)
     once, again, expected = (ends(simulation_of(name, device, **GROUPS)) for device in ("cuda", "cuda", "cpu"))
     assert torch.equal(once, again)
     assert torch.linalg.norm(once - expected) <= 1e-3 * torch.linalg.norm(expected)
-    stopped, continued = simulation_of(name, **GROUPS), simulation_of(name, **GROUPS)
-    stopped.run(until=3)
-    save(stopped, tmp_path / "checkpoint")
-    restore(continued, tmp_path / "checkpoint")
-    assert torch.equal(ends(continued), once)
+    assert torch.equal(ends(continued(tmp_path, name, **GROUPS)), once)
 
 
 def convolution(shape, classes):
@@ -97,8 +98,4 @@ def test_wrong_labels_on_a_gpu(name, tmp_path):
     once, again, expected = (finals(simulation_of(name, device, **settings)) for device in ("cuda", "cuda", "cpu"))
     assert torch.equal(once, again)
     assert torch.linalg.norm(once - expected) <= 1e-3 * torch.linalg.norm(expected)
-    stopped, continued = simulation_of(name, **settings), simulation_of(name, **settings)
-    stopped.run(until=3)
-    save(stopped, tmp_path / "checkpoint")
-    restore(continued, tmp_path / "checkpoint")
-    assert torch.equal(finals(continued), once)
+    assert torch.equal(finals(continued(tmp_path, name, **settings)), once)

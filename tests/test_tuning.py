@@ -12,7 +12,7 @@ import pytest
 import evenhand as eh
 from evenhand import tuning
 from evenhand.checks import EvenhandError
-from evenhand.data import load, partition
+from evenhand.data import Noise, load, partition
 from evenhand.experiment import Experiment, prepare
 from evenhand.methods import METHODS, method
 from evenhand.runs import Run
@@ -56,18 +56,30 @@ def test_the_test_data_has_no_say(monkeypatch):
     spoiled.targets[drawn.test.indices] = 0
     monkeypatch.setattr(tuning, "load_data", lambda experiment: spoiled)
     monkeypatch.setattr(
-        tuning, "prepare", lambda chosen, methods, dataset: same_partition(chosen, methods, dataset, drawn)
+        tuning,
+        "prepare",
+        lambda chosen, methods, dataset, redraw: prepare(chosen, methods, dataset, lambda _, seed: redraw(drawn, seed)),
     )
     other = tune("qffl", space={"q": [0.0, 5.0], "lr": [0.05, 0.3]}, **SMALL)
     assert [trial.settings for trial in other.trials] == [trial.settings for trial in found.trials]
     assert [trial.scores for trial in other.trials] == [trial.scores for trial in found.trials]
 
 
-def same_partition(chosen, methods, dataset, drawn):
-    made = prepare(chosen, methods, dataset)
-    for replica in made.replicas:
-        replica.partition = drawn
-    return made
+def test_wrong_labels_go_with_their_samples():
+    data = load("digits")
+    drawn = Noise(1.0, 0.5).apply(partition(data, "iid", clients=4, seed=0), data, 0)
+    held = held_back(drawn, 0.3, seed=1)
+    for client in range(4):
+        places = slice(*drawn.train.offsets[client : client + 2])
+        taken = dict(zip(drawn.train[client], drawn.labels[places], strict=True))
+        kept = held.labels[slice(*held.train.offsets[client : client + 2])]
+        assert [taken[sample] for sample in held.train[client]] == kept.tolist()
+
+
+def test_labels_that_are_corrected_can_be_tuned():
+    chosen = {"clients": 6, "rounds": 8, "participation": 1.0, "noise": "0.5,0.5", "model": "logistic", "device": "cpu"}
+    space = {"iterations": [2, 3], "together": [3]}
+    assert len(tune("fedcorr", space=space, **chosen).trials) == 2
 
 
 # ------------------------------------------------------------------------------------------------ how it is judged
@@ -114,9 +126,8 @@ def test_trials_are_what_each_run_gives_alone():
     assert [trial.score for trial in found.trials] == sorted((t.score for t in found.trials), reverse=True)
     for trial in found.trials:
         chosen = Experiment().with_settings({**SMALL, "lr": trial.settings["lr"], "eval_every": 3, "seeds": [0, 1]})
-        made = prepare(chosen, [method("fedfv", alpha=trial.settings["alpha"])])
-        for replica in made.replicas:
-            replica.partition = held_back(replica.partition, 0.2, replica.seed)
+        one = method("fedfv", alpha=trial.settings["alpha"])
+        made = prepare(chosen, [one], redraw=lambda drawn, seed: held_back(drawn, 0.2, seed))
         made.run()
         for replica, score in zip(made.replicas, trial.scores, strict=True):
             said = Run(chosen, replica.seed, (), replica.partition.test.sizes, [], replica.evaluations).measures()

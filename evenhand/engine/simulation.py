@@ -106,6 +106,10 @@ class Ready:
         """The rows of one replica."""
         return slice(int(self.edges[number]), int(self.edges[number + 1]))
 
+    def answering(self, number: int) -> Indices:
+        """Those of them whose clients answer."""
+        return np.arange(*self.edges[number : number + 2])[~self.lost[number]]
+
     def parts(self) -> Iterator[tuple[slice, Batches]]:
         start = 0
         for batches in self.pieces:
@@ -354,13 +358,8 @@ class Simulation:
         classes = self.cells.classes
         sums = Sums(said[..., :classes], said[..., classes], said[..., classes + 1 :])
         leanings = [self._lean(number, ready, sums) for number in range(len(ready.replicas))]
-        every = np.arange(len(ready.owner))
-        told = [
-            (every[ready.rows(number)][~ready.lost[number]], leaning)
-            for number, leaning in enumerate(leanings)
-            if leaning is not None
-        ]
-        return Told(self.cells, sums, leanings, told_columns(self.cells, len(every), told, self.device))
+        told = [(ready.answering(number), leaning) for number, leaning in enumerate(leanings) if leaning is not None]
+        return Told(self.cells, sums, leanings, told_columns(self.cells, len(ready.owner), told, self.device))
 
     def _lean(self, number: int, ready: Ready, sums: Sums) -> Leaning | None:
         """What a replica's objective makes of its clients' sums."""
@@ -368,7 +367,7 @@ class Simulation:
         assert self.cells is not None
         if not replica.method.objective.grouped or not len(kept):
             return None
-        own = sums.rows(np.arange(len(ready.owner))[ready.rows(number)][kept])
+        own = sums.rows(ready.answering(number))
         clients = ready.asked[number][kept]
         shares = replica.method.rule.shares(replica.trained.sizes[clients].astype(np.float64))
         view = View(self.cells, own, tuple(clients.tolist()), shares, ready.round)
@@ -600,7 +599,7 @@ class Simulation:
         leaning = None if told is None else told.leanings[number]
         weighed_sizes = None if leaning is None else leaning.sizes
         method = replica.acting(self.round)
-        fairness = {} if told is None else told.fairness(method, np.arange(len(ready.owner))[rows][turn.kept])
+        fairness = {} if told is None else told.fairness(method, ready.answering(number))
         opened = open_round(
             method,
             turn.given,
