@@ -443,6 +443,7 @@ def reproduce(
     together: Annotated[
         int | None, typer.Option(metavar="N", help="Runs that train as one program; fewer need less memory.")
     ] = None,
+    jobs: Annotated[int, typer.Option(metavar="N", help="Programs at the same time, a process each.")] = 1,
     out: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="For the CSV and the page [runs/reproduce-NAME].")
     ] = None,
@@ -475,6 +476,7 @@ def reproduce(
                 data_dir=data_dir,
                 device=device,
                 together=together,
+                jobs=jobs,
                 out=folder,
                 progress=show,
             )
@@ -943,8 +945,8 @@ class Bars:
         label = status.label
         if label not in self.tasks:
             self.tasks[label] = self.bars.add_task(label, total=status.rounds, completed=status.round, served="")
-        evaluated = int(status.evaluations[0]["round"])
-        if self.measured.get(label) != evaluated:
+        evaluated = int(status.evaluations[0]["round"]) if status.evaluations else None
+        if evaluated is not None and self.measured.get(label) != evaluated:
             self.measured[label] = evaluated
             self.bars.update(self.tasks[label], served=status.served())
         self.bars.update(self.tasks[label], completed=status.round)

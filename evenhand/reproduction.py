@@ -12,8 +12,11 @@ import hashlib
 import itertools
 import json
 import math
+import multiprocessing
+import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
@@ -27,7 +30,7 @@ from evenhand.checks import EvenhandError, choice, near_miss, number
 from evenhand.data import Dataset
 from evenhand.experiment import Experiment, load_data, prepare, runs_of
 from evenhand.fairness import best, paired_test, worst
-from evenhand.folders import Diverged, Progress, Recorder, file_name, writing
+from evenhand.folders import Diverged, Progress, Recorder, Status, file_name, writing
 from evenhand.methods import Method
 from evenhand.recipe import (
     Claim,
@@ -475,6 +478,7 @@ def reproduce(
     device: str | None = None,
     out: str | Path | None = None,
     together: int | None = None,
+    jobs: int = 1,
     settings: Settings | None = None,
     progress: Progress | None = None,
 ) -> Reproduction:
@@ -489,6 +493,7 @@ def reproduce(
         data_dir, device: as in `simulate`.
         out: a folder for the CSV and the page; a row and seed that its CSV holds already is not run again.
         together: how many runs train as one program at most; less takes less memory.
+        jobs: programs that run at the same time, each in a process of its own: worth it on a GPU beside many cores.
         settings: other changes of the experiment, for every row.
         progress: called after every round.
     """
@@ -510,7 +515,7 @@ def reproduce(
     more: dict[str, Any] = {**changes, **({} if rounds is None else {"rounds": rounds})}
     more |= {} if device is None else {"device": device}
     more |= {} if data_dir is None else {"data_dir": str(data_dir)}
-    runner = Runner(recipe, found, together or recipe.together, progress)
+    runner = Runner(recipe, found, together or recipe.together, jobs, progress)
     started = perf_counter()
     trials = [task for task in _tasks(found, more, "trial") if len(task.row.tries()) > 1]
     if trials:
@@ -598,15 +603,17 @@ def _final(
 class Runner:
     """Runs tasks that are not in the CSV yet, as few programs as possible."""
 
-    def __init__(self, recipe: Recipe, found: Reproduction, together: int, progress: Progress | None) -> None:
+    def __init__(
+        self, recipe: Recipe, found: Reproduction, together: int, jobs: int, progress: Progress | None
+    ) -> None:
         number("together", together, low=1, whole=True)
-        self.recipe, self.progress, self.together = recipe, progress, together
+        number("jobs", jobs, low=1, whole=True)
+        self.recipe, self.progress, self.together, self.jobs = recipe, progress, together, jobs
         self.folder = found.folder
         self.measures = recipe.measures()
         self.results: dict[tuple[str, int], Result] = {}
         self.written: set[tuple[str, ...]] = set()
         self.ran = self.found = 0
-        self.loaded: tuple[str, Dataset] | None = None
         if self.folder is not None:
             with writing(self.folder):
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -615,14 +622,44 @@ class Runner:
     def run(self, tasks: Sequence[Task], seeds: Sequence[int]) -> None:
         known = {(task.digest, seed) for task in tasks for seed in seeds} & set(self.results)
         self.found += len(known)
-        for experiment, group, wanted in self._programs(tasks, seeds):
-            self._play(experiment, group, wanted)
+        programs = list(self._programs(tasks, seeds))
+        if self.jobs == 1 or len(programs) < 2:
+            for program in programs:
+                self._keep(program, outcomes(program, self.measures, self.progress))
+        else:
+            self._side_by_side(programs)
         for task in tasks:
             self._write(task, seeds)
 
-    def _programs(
-        self, tasks: Sequence[Task], seeds: Sequence[int]
-    ) -> Iterator[tuple[Experiment, list[Task], tuple[int, ...]]]:
+    def _side_by_side(self, programs: Sequence[Program]) -> None:
+        """Several processes; the largest programs first, so that none is left alone at the end."""
+        workers = min(self.jobs, len(programs))
+        threads = max(1, (os.cpu_count() or 1) // workers)
+        apart = multiprocessing.get_context("spawn")  # a process that has used a GPU cannot be forked
+        label, done = f"{len(programs)} programs, {workers} at a time", 0
+        with ProcessPoolExecutor(workers, apart, torch.set_num_threads, (threads,)) as pool:
+            ordered = sorted(programs, key=lambda program: -len(program.tasks) * len(program.seeds))
+            waiting: dict[Future[Outcomes], Program] = {
+                pool.submit(outcomes, program, self.measures): program for program in ordered
+            }
+            try:
+                for finished in as_completed(waiting):
+                    self._keep(waiting[finished], finished.result())
+                    done += 1
+                    if self.progress is not None:
+                        self.progress(Status(label, done, len(programs), ()))
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+
+    def _keep(self, program: Program, found: Outcomes) -> None:
+        for task in program.tasks:
+            for seed in program.seeds:
+                self.results[task.digest, seed] = found[task.digest, seed]
+                self.ran += 1
+            self._write(task, program.seeds)
+
+    def _programs(self, tasks: Sequence[Task], seeds: Sequence[int]) -> Iterator[Program]:
         """Tasks that differ in the method alone and train alike, with the seeds that they still need."""
         groups: dict[str, list[Task]] = {}
         once = {task.digest: task for task in tasks}
@@ -637,51 +674,11 @@ class Runner:
         for group in groups.values():
             missing = [seed for seed in seeds if (group[0].digest, seed) not in self.results]
             # A CPU plays replicas one after another anyway: small programs leave finished rows behind sooner.
-            most = 1 if group[0].experiment.torch_device().type == "cpu" else self.together
+            each = math.ceil(len(group) * len(missing) / self.jobs)  # a share for every process
+            most = 1 if group[0].experiment.torch_device().type == "cpu" else min(self.together, each)
             for some in _batched(missing, most if most > 1 else len(missing)):
                 for few in _batched(group, max(1, most // len(some))):
-                    yield replace(few[0].experiment, seeds=tuple(some)), list(few), tuple(some)
-
-    def _play(self, experiment: Experiment, group: list[Task], seeds: tuple[int, ...]) -> None:
-        label = f"{group[0].row.name}{f' and {len(group) - 1} more' if len(group) > 1 else ''}"
-        if group[0].part.name:
-            label = f"{group[0].part.name}: {label}"
-        if group[0].stage == "trial":
-            label = f"trial, {label}"
-        started = perf_counter()
-        try:
-            runs = played(
-                experiment, [task.experiment.method for task in group], self._data(experiment), self.progress, label
-            )
-        except Diverged as end:
-            self._divide(experiment, group, seeds, end)
-            return
-        seconds = (perf_counter() - started) / (len(group) * len(seeds))
-        for task, of_seeds in zip(group, runs, strict=True):
-            for seed, run in zip(seeds, of_seeds, strict=True):
-                found = {name: measured(run, name) for name in self.measures}
-                self.results[task.digest, seed] = Result(found, seconds)
-                self.ran += 1
-            self._write(task, seeds)
-
-    def _divide(self, experiment: Experiment, group: list[Task], seeds: tuple[int, ...], end: Diverged) -> None:
-        """One that diverges must not take the others with it: each alone, then each seed alone."""
-        if len(group) > 1:
-            for task in group:
-                self._play(experiment, [task], seeds)
-        elif len(seeds) > 1:
-            for seed in seeds:
-                self._play(replace(experiment, seeds=(seed,)), group, (seed,))
-        else:
-            self.results[group[0].digest, seeds[0]] = Result(dict.fromkeys(self.measures, math.nan), 0.0, end.round)
-            self.ran += 1
-            self._write(group[0], seeds)
-
-    def _data(self, experiment: Experiment) -> Dataset:
-        key = json.dumps([experiment.data, experiment.data_dir, dict(experiment.data_options)], default=str)
-        if self.loaded is None or self.loaded[0] != key:
-            self.loaded = (key, load_data(experiment))
-        return self.loaded[1]
+                    yield Program(replace(few[0].experiment, seeds=tuple(some)), list(few))
 
     # ---- the CSV
 
@@ -738,6 +735,66 @@ def _identity(line: Mapping[str, str]) -> tuple[str, ...]:
 def _batched(entries: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
     for start in range(0, len(entries), size):
         yield entries[start : start + size]
+
+
+@dataclass(frozen=True)
+class Program:
+    """Tasks that train as one program, under the experiment's seeds."""
+
+    experiment: Experiment
+    tasks: list[Task]
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        return self.experiment.seeds
+
+    @property
+    def label(self) -> str:
+        first = self.tasks[0]
+        said = f"{first.row.name}{f' and {len(self.tasks) - 1} more' if len(self.tasks) > 1 else ''}"
+        said = f"{first.part.name}: {said}" if first.part.name else said
+        return f"trial, {said}" if first.stage == "trial" else said
+
+    def divided(self) -> list[Program]:
+        """Each task alone, or else each seed alone."""
+        if len(self.tasks) > 1:
+            return [Program(self.experiment, [task]) for task in self.tasks]
+        return [Program(replace(self.experiment, seeds=(seed,)), self.tasks) for seed in self.seeds]
+
+
+Outcomes = dict[tuple[str, int], Result]
+
+
+def outcomes(program: Program, measures: Sequence[str], progress: Progress | None = None) -> Outcomes:
+    """What a program gives. A run that diverges does not take the others with it: they are then run apart."""
+    experiment, tasks = program.experiment, program.tasks
+    started = perf_counter()
+    try:
+        runs = played(
+            experiment, [task.experiment.method for task in tasks], _data(experiment), progress, program.label
+        )
+    except Diverged as end:
+        if len(tasks) == len(program.seeds) == 1:
+            lost = Result(dict.fromkeys(measures, math.nan), 0.0, end.round)
+            return {(tasks[0].digest, program.seeds[0]): lost}
+        return {key: one for part in program.divided() for key, one in outcomes(part, measures, progress).items()}
+    seconds = (perf_counter() - started) / (len(tasks) * len(program.seeds))
+    return {
+        (task.digest, seed): Result({name: measured(run, name) for name in measures}, seconds)
+        for task, of_seeds in zip(tasks, runs, strict=True)
+        for seed, run in zip(program.seeds, of_seeds, strict=True)
+    }
+
+
+_loaded: dict[str, Dataset] = {}  # the last one used
+
+
+def _data(experiment: Experiment) -> Dataset:
+    key = json.dumps([experiment.data, experiment.data_dir, dict(experiment.data_options)], default=str)
+    if key not in _loaded:
+        _loaded.clear()
+        _loaded[key] = load_data(experiment)
+    return _loaded[key]
 
 
 def played(

@@ -224,6 +224,16 @@ def test_a_table_is_run_and_not_run_again(tiny, tmp_path):
     assert [cell.mean for _, _, cell in third.cells(False)] == [cell.mean for _, _, cell in first.cells(False)]
 
 
+def test_several_processes_find_the_same(tiny, tmp_path):
+    alone, beside = reproduce(tiny), reproduce(tiny, jobs=2, out=tmp_path)
+    assert alone.results.keys() == beside.results.keys()
+    for key, result in alone.results.items():
+        assert result.measures == pytest.approx(beside.results[key].measures, rel=1e-5)
+    assert reproduce(tiny, jobs=2, out=tmp_path).ran == 0
+    with pytest.raises(eh.EvenhandError, match="jobs"):
+        reproduce(tiny, jobs=0)
+
+
 def test_it_is_what_compare_finds(tiny):
     found = reproduce(tiny, only=["FedAvg"], quirks="off")
     settings = {"data": "digits", "partition": "pat:2", "clients": 10, "model": "logistic", "rounds": 3, "lr": 0.1}
