@@ -255,9 +255,9 @@ class Reproduction:
         untold, against, least = [], [], None
         for a, b in pairs:
             one, other = (self.values(part, known[name], column, quirks) for name in (a, b))
-            lost = [name for name, values in ((a, one), (b, other)) if not np.isfinite(values).any()]
-            if lost:
-                untold.append(f"{lost[0]} diverged")
+            if not (np.isfinite(one) & np.isfinite(other)).any():
+                lost = [name for name, values in ((a, one), (b, other)) if not np.isfinite(values).all()]
+                untold.append(f"{' and '.join(lost)} diverged")
                 continue
             # One pair against it refutes the claim, so with many pairs each must say so more clearly.
             test = paired_test(one, other, confidence=CONFIDENCE)
@@ -671,11 +671,11 @@ class Runner:
                 apart = method.objective.name if method.objective.name in APART else ""
                 kind = [shared, method.training, apart, missing]
                 groups.setdefault(json.dumps(kind, sort_keys=True, default=str), []).append(task)
+        share = math.ceil(len(once) * len(seeds) / self.jobs)  # so that every process has something to do
         for group in groups.values():
             missing = [seed for seed in seeds if (group[0].digest, seed) not in self.results]
             # A CPU plays replicas one after another anyway: small programs leave finished rows behind sooner.
-            each = math.ceil(len(group) * len(missing) / self.jobs)  # a share for every process
-            most = 1 if group[0].experiment.torch_device().type == "cpu" else min(self.together, each)
+            most = 1 if group[0].experiment.torch_device().type == "cpu" else min(self.together, share)
             for some in _batched(missing, most if most > 1 else len(missing)):
                 for few in _batched(group, max(1, most // len(some))):
                     yield Program(replace(few[0].experiment, seeds=tuple(some)), list(few))

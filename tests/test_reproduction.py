@@ -294,6 +294,8 @@ def test_verdicts_on_planted_numbers(tiny):
     one = planted(tiny, [0.51], [0.57])
     assert one.judged(False)[0].verdict == UNTOLD
     assert "Mystery" not in one.judged(False)[0].why
+    apart = planted(tiny, [0.51, np.nan], [np.nan, 0.57])  # no seed that both got through
+    assert (apart.judged(False)[0].verdict, apart.judged(False)[0].why) == (UNTOLD, "q-FFL and FedAvg diverged")
 
 
 def test_a_claim_about_rows_that_were_not_run_cannot_be_told(tiny):
