@@ -1,7 +1,8 @@
-"""A paper's table run again: the paper's numbers, ours beside them, and what holds of what the paper says.
+"""A paper's table or figure run again: its numbers, ours beside them, and what holds of what the paper says.
 
 Rows that train alike run as replicas of one program. Every row and seed goes into a CSV file as soon as it is there,
-and one that is there with the same settings is not run again.
+and one that is there with the same settings is not run again. Of a figure the curves (or every client's accuracy) go
+into a second file, from which it is drawn.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ from evenhand import storage
 from evenhand.checks import EvenhandError, choice, near_miss, number
 from evenhand.data import Dataset
 from evenhand.experiment import Experiment, load_data, prepare, runs_of
-from evenhand.fairness import best, paired_test, worst
+from evenhand.fairness import paired_test
+from evenhand.figures import drawing
 from evenhand.folders import Diverged, Progress, Recorder, file_name, writing
+from evenhand.measuring import bare, curve, measured, needs_all
 from evenhand.methods import Method
 from evenhand.recipe import (
     Claim,
@@ -38,7 +41,6 @@ from evenhand.recipe import (
     RecipeTable,
     Row,
     Settings,
-    bare,
     find_recipe,
     listed,
     read_recipe,
@@ -51,7 +53,7 @@ from evenhand.tuning import Judgement
 __all__ = ["Recipe", "RecipeInfo", "RecipeTable", "Reproduction", "read_recipe", "recipes", "reproduce"]
 
 APART = ("personal", "similarity", "correction")  # objectives that carry models or stages of their own
-CSV, PAGE = "results.csv", "results.md"
+CSV, PAGE, SERIES, DRAWING = "results.csv", "results.md", "series.csv", "figure.svg"
 WITHIN = 2.0  # spreads
 FAR = 99  # spreads beyond which the exact number says no more
 CONFIDENCE = 0.95
@@ -60,6 +62,9 @@ PLURAL = {HOLDS: "hold", FAILS: "do not hold", UNTOLD: UNTOLD}
 QUIRKS = ("both", "on", "off")
 # What does not change a number, or has a column of its own.
 ASIDE = ("seeds", "device", "data_dir", "program", "chunk", "keep_on", "eval_every", "measure")
+# Settings that came later: at these values they change nothing, and what was run before them still counts.
+LATER = {"fedlf_code": False, "accuracies": "received"}
+WHOSE = ("part", "row", "quirks", "seed", "digest", "at")
 FACTS = ("part", "row", "stage", "quirks", "setting", "seed", "rounds", "diverged", "seconds", "digest")
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
@@ -80,6 +85,9 @@ class Task:
     def digest(self) -> str:
         """Changes when anything does that a number depends on."""
         values = {name: value for name, value in self.experiment.to_dict().items() if name not in ASIDE}
+        for part in ("rule", "server", "objective"):
+            said = values["method"][part]
+            values["method"][part] = {k: v for k, v in said.items() if k not in LATER or v != LATER[k]}
         return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
     @property
@@ -94,6 +102,7 @@ class Result:
     measures: dict[str, float]
     seconds: float = 0.0
     diverged: int | None = None
+    series: dict[str, Floats] = field(default_factory=dict)  # of a figure: `at`, and what is there
 
 
 @dataclass(frozen=True)
@@ -168,6 +177,7 @@ class Reproduction:
     variants: tuple[bool, ...]  # with quirks, without
     changes: Settings
     folder: Path | None = None
+    only_parts: tuple[str, ...] = ()  # empty: all
     tasks: dict[tuple[str, str, bool], Task] = field(default_factory=dict)
     results: dict[tuple[str, int], Result] = field(default_factory=dict)
     ran: int = 0
@@ -178,7 +188,8 @@ class Reproduction:
     # ---- numbers
 
     def parts(self) -> list[Part]:
-        return [part for part in self.recipe.parts if not part.unavailable]
+        asked = self.only_parts or [part.name for part in self.recipe.parts]
+        return [part for part in self.recipe.parts if not part.unavailable and part.name in asked]
 
     def values(self, part: Part, row: Row, column: Column, quirks: bool) -> Floats:
         """One number a seed, in the paper's unit; not-a-number where the training diverged."""
@@ -191,8 +202,25 @@ class Reproduction:
 
     def cell(self, part: Part, row: Row, column: Column, quirks: bool) -> Cell:
         place = self.recipe.columns.index(column)
-        paper, spread = row.numbers[part.name][place], row.spread.get(part.name, (None,) * (place + 1))[place]
+        none = (None,) * len(self.recipe.columns)
+        paper, spread = (numbers.get(part.name, none)[place] for numbers in (row.numbers, row.spread))
         return Cell(column, paper, spread, self.values(part, row, column, quirks))
+
+    def curve(self, part: Part, row: Row, column: Column, quirks: bool) -> tuple[Floats, Floats] | None:
+        """After how many rounds, and the column's curve in the paper's unit, one row a seed; None where none ended."""
+        task, name = self.tasks[part.name, row.name, quirks], self.recipe.drawn(quirks)[column.title]
+        kept = [self.results[task.digest, seed].series for seed in self.seeds]
+        kept = [series for series in kept if series]
+        if not kept:
+            return None
+        values = column.scale * np.stack([series[name] for series in kept])
+        return kept[0]["at"], values if bare(column.measure) == column.measure else np.sqrt(values)
+
+    def clients(self, part: Part, row: Row, quirks: bool) -> list[Floats]:
+        """Every client's accuracy, for each seed that ended."""
+        task = self.tasks[part.name, row.name, quirks]
+        kept = [self.results[task.digest, seed].series for seed in self.seeds]
+        return [series["accuracy"] for series in kept if series]
 
     def cells(self, quirks: bool) -> list[tuple[Part, Row, Cell]]:
         """Every cell that was run."""
@@ -225,6 +253,8 @@ class Reproduction:
             said.append(f"seeds {', '.join(map(str, self.seeds))} instead of {', '.join(map(str, own))}")
         if len(self.rows) < len(self.recipe.rows):
             said.append(f"{len(self.rows)} of {len(self.recipe.rows)} rows")
+        if self.only_parts:
+            said.append(f"{len(self.only_parts)} of {len(self.recipe.parts)} parts")
         if self.changes:
             said.append(f"changed: {listed(self.changes)}")
         return said
@@ -242,16 +272,22 @@ class Reproduction:
 
     def _judge(self, claim: Claim, part: Part, quirks: bool) -> Judged:
         column = next(column for column in self.recipe.columns if column.title == claim.column)
-        others = claim.than or tuple(row.name for row in self.recipe.rows if row.name not in claim.rows)
+        others = claim.than
+        if not others and claim.bound is None:
+            others = tuple(row.name for row in self.recipe.rows if row.name not in claim.rows and not row.added)
         by_name = {row.name: row for row in self.rows}
         known = {name: row for name, row in by_name.items() if (part.name, name, quirks) in self.tasks}
         missing = [name for name in (*claim.rows, *others) if name not in known]
         pairs = [(a, b) for a in claim.rows for b in others if a in known and b in known]
+        if claim.bound is not None:
+            pairs = [(a, f"{claim.bound:g}") for a in claim.rows if a in known]
         if not pairs:
             return Judged(claim, part, UNTOLD, f"not run: {', '.join(missing)}")
         untold, against, least = [], [], None
         for a, b in pairs:
-            one, other = (self.values(part, known[name], column, quirks) for name in (a, b))
+            one = self.values(part, known[a], column, quirks)
+            given = claim.bound is not None
+            other = np.full(len(one), claim.bound) if given else self.values(part, known[b], column, quirks)
             lost = [name for name, values in ((a, one), (b, other)) if not np.isfinite(values).any()]
             if lost:
                 untold.append(f"{lost[0]} diverged")
@@ -280,7 +316,7 @@ class Reproduction:
 
     # ---- words
 
-    def _variant(self, quirks: bool) -> str:
+    def variant(self, quirks: bool) -> str:
         if not self.recipe.quirky:
             return "ours"
         return "ours, quirks on" if quirks else "ours, quirks off"
@@ -290,12 +326,15 @@ class Reproduction:
         lines = [["row", "", *(column.head for column in self.recipe.columns)]]
         for row in self.rows:
             paper = [self.cell(part, row, column, self.variants[0]) for column in self.recipe.columns]
-            lines.append([row.name, "paper", *(cell.written(cell.paper, cell.spread) for cell in paper)])
+            name, printed = row.name, any(cell.paper is not None for cell in paper)
+            if printed:
+                lines.append([name, "paper", *(cell.written(cell.paper, cell.spread) for cell in paper)])
+                name = ""
             blank = [""] * (len(self.recipe.columns) - 1)
             if row.unavailable:
-                lines.append(["", "ours", f"not available: {row.unavailable}", *blank])
+                lines.append([name, "ours", f"not available: {row.unavailable}", *blank])
                 continue
-            for quirks in self.variants:
+            for quirks in self.variants if part in self.parts() else ():
                 task = self.tasks[part.name, row.name, quirks]
                 ends = [self.results[task.digest, seed].diverged for seed in self.seeds]
                 cells = [
@@ -304,13 +343,14 @@ class Reproduction:
                 if any(end is not None for end in ends):
                     count = sum(end is not None for end in ends)
                     cells = [f"diverged under {count} of {len(ends)} seeds", *blank]
-                lines.append(["", self._variant(quirks), *cells])
+                lines.append([name, self.variant(quirks), *cells])
+                name = ""
         return lines
 
     def chosen(self) -> list[str]:
         """The settings that were chosen from grids."""
         return [
-            f"{', '.join(filter(None, (row, part, self._variant(quirks) if self.recipe.quirky else '')))}: "
+            f"{', '.join(filter(None, (row, part, self.variant(quirks) if self.recipe.quirky else '')))}: "
             f"{listed(task.tried)}"
             for (part, row, quirks), task in self.tasks.items()
             if task.tried
@@ -322,7 +362,7 @@ class Reproduction:
         for quirks in self.variants:
             known = [cell.within for _, _, cell in self.cells(quirks) if cell.within is not None]
             verdicts = [entry.verdict for entry in self.judged(quirks)]
-            words = f"{self._variant(quirks)}: "
+            words = f"{self.variant(quirks)}: "
             if known and not self.shortened:
                 words += f"{sum(known)} of {len(known)} cells are within {WITHIN:g} spreads of the paper's"
             else:
@@ -343,12 +383,12 @@ class Reproduction:
 
     def _legend(self) -> str:
         arrows = "↑ larger is better, ↓ smaller is."
-        if self.shortened:
+        if self.shortened or not any(row.numbers for row in self.rows):
             return arrows
         said = (
             f"In brackets: ours minus the paper's, in units of the paper's spread; ✓ within {WITHIN:g} of them, ✗ not"
         )
-        if any(not row.spread for row in self.rows):
+        if any(row.numbers and not row.spread for row in self.rows):
             said += '; "own": the paper gives no spread, so the unit is our standard deviation over the seeds'
         return f"{said}. {arrows}"
 
@@ -366,13 +406,13 @@ class Reproduction:
         for part in self.recipe.parts:
             lines += [part.name] if part.name else []
             if part.unavailable:
-                lines += [f"not available: {part.unavailable}", ""]
-            else:
+                lines += [f"not available: {part.unavailable}"]
+            if part in self.parts() or (part.unavailable and not self.only_parts):
                 lines += [_clipped_table(self.table(part)), ""]
         lines += [self._legend(), ""]
         for quirks in self.variants:
             judged = self.judged(quirks)
-            lines += [f"Claims ({self._variant(quirks)}):"] if judged else []
+            lines += [f"Claims ({self.variant(quirks)}):"] if judged else []
             for entry in judged:
                 place = f" [{entry.part.name}]" if entry.part.name else ""
                 lines.append(f"  {self._verdict(entry)}: {entry.claim.says}{place} ({entry.why})")
@@ -392,16 +432,19 @@ class Reproduction:
         spread = recipe.plus_minus or "The paper gives no spread."
         lines += [f"{spread} Ours: mean ± standard deviation (of a sample) over {len(self.seeds)} seeds.", ""]
         lines += [self._legend(), ""]
+        if recipe.figure is not None and self.tasks:
+            lines += [f"![{recipe.title}]({DRAWING})", ""]
         for part in recipe.parts:
+            if self.only_parts and part.name not in self.only_parts:
+                continue
             lines += [f"## {part.name}", ""] if part.name else ["## The table", ""]
             if part.unavailable:
                 lines += [f"Not available: {part.unavailable}", ""]
-                continue
             head, *body = self.table(part)
             lines += [_line(head), "|---|---|" + "---:|" * (len(head) - 2), *map(_line, body), ""]
         if recipe.claims:
             lines += ["## What the paper says", ""]
-            lines += ["| claim | " + " | ".join(map(self._variant, self.variants)) + " |"]
+            lines += ["| claim | " + " | ".join(map(self.variant, self.variants)) + " |"]
             lines += ["|---|" + "---|" * len(self.variants)]
             for entries in zip(*(self.judged(quirks) for quirks in self.variants), strict=True):
                 first = entries[0]
@@ -425,13 +468,15 @@ class Reproduction:
         lines += ["## How", ""]
         for part, quirks in itertools.product(self.parts(), self.variants):
             mine = [task for (name, _, on), task in self.tasks.items() if (name, on) == (part.name, quirks)]
-            where = ", ".join(filter(None, (part.name, self._variant(quirks))))
+            where = ", ".join(filter(None, (part.name, self.variant(quirks))))
             lines += [f"- {where}: {said}" for said in dict.fromkeys(task.experiment.setting() for task in mine)]
+        lines += [f"- {row.name} is not in the paper: {row.added}." for row in self.rows if row.added]
         lines += [f"- {note}" for note in recipe.notes]
         from evenhand import __version__
 
         made = f"evenhand {__version__}, torch {torch.__version__}, {datetime.date.today().isoformat()}"
-        lines += [f"- {self._took()}", f"- Every row and seed is in {CSV}. Made by {made}."]
+        kept = f"Every row and seed is in {CSV}" + (f", what is drawn in {SERIES}" if recipe.figure else "")
+        lines += [f"- {self._took()}", f"- {kept}. Made by {made}."]
         return "\n".join(lines) + "\n"
 
 
@@ -470,6 +515,7 @@ def reproduce(
     rounds: int | None = None,
     seeds: int | Sequence[int] | None = None,
     only: Sequence[str] = (),
+    parts: Sequence[str] = (),
     quirks: str = "both",
     data_dir: str | Path | None = None,
     device: str | None = None,
@@ -478,16 +524,17 @@ def reproduce(
     settings: Settings | None = None,
     progress: Progress | None = None,
 ) -> Reproduction:
-    """Run a paper's table again and set its numbers beside ours.
+    """Run a paper's table or figure again and set its numbers beside ours.
 
     Args:
         name: a recipe (`recipes()` lists them), or the path of one of your own.
         rounds, seeds: less than the paper's, for a first look; the result says so. Seeds: how many of the recipe's
             (from the first on), or which.
         only: rows, by name or by the beginning of it.
+        parts: of the table, by name or by the beginning of it, such as those whose data is here.
         quirks: "on" follows the published code, "off" the paper's text, "both" runs the two.
         data_dir, device: as in `simulate`.
-        out: a folder for the CSV and the page; a row and seed that its CSV holds already is not run again.
+        out: a folder for the CSV, the page and the figure; a row and seed that its CSV holds already is not run again.
         together: how many runs train as one program at most; less takes less memory.
         settings: other changes of the experiment, for every row.
         progress: called after every round.
@@ -502,10 +549,11 @@ def reproduce(
         recipe,
         chosen_seeds,
         rounds,
-        _only(recipe, only),
+        tuple(_picked(recipe, "row", recipe.rows, only)),
         ({"both": (True, False), "on": (True,), "off": (False,)}[quirks] if recipe.quirky else (False,)),
         changes,
         None if out is None else Path(out),
+        tuple(part.name for part in _picked(recipe, "part", recipe.parts, parts)) if parts else (),
     )
     more: dict[str, Any] = {**changes, **({} if rounds is None else {"rounds": rounds})}
     more |= {} if device is None else {"device": device}
@@ -526,6 +574,8 @@ def reproduce(
     if found.folder is not None:
         with writing(found.folder):
             storage.write_bytes(found.folder / PAGE, found.markdown().encode())
+            if recipe.figure is not None and found.tasks:
+                storage.write_bytes(found.folder / DRAWING, drawing(found).encode())
     return found
 
 
@@ -545,24 +595,25 @@ def _seeds(recipe: Recipe, seeds: int | Sequence[int] | None) -> tuple[int, ...]
     return replace(recipe.experiment, seeds=tuple(seeds)).seeds
 
 
-def _only(recipe: Recipe, only: Sequence[str]) -> tuple[Row, ...]:
-    if not only:
-        return recipe.rows
-    picked: list[Row] = []
+def _picked(recipe: Recipe, kind: str, there: Sequence[Any], only: Sequence[str]) -> list[Any]:
+    """Rows or parts by name, or by the beginning of it; all where none is asked for."""
+    picked: list[Any] = [] if only else list(there)
     for wanted in only:
-        exact = [row for row in recipe.rows if row.name.lower() == wanted.lower()]
-        matches = exact or [row for row in recipe.rows if row.name.lower().startswith(wanted.lower())]
+        exact = [entry for entry in there if entry.name.lower() == wanted.lower()]
+        matches = exact or [entry for entry in there if entry.name.lower().startswith(wanted.lower())]
         if not matches:
-            known = [row.name for row in recipe.rows]
+            known = [entry.name for entry in there]
             raise EvenhandError(
-                f"{recipe.name} has no row {wanted!r}{near_miss(wanted, known)} (its rows: {', '.join(known)})"
+                f"{recipe.name} has no {kind} {wanted!r}{near_miss(wanted, known)} (its {kind}s: {', '.join(known)})"
             )
         picked += matches
-    return tuple(row for row in recipe.rows if row in picked)
+    return [entry for entry in there if entry in picked]
 
 
 def _tasks(found: Reproduction, more: Settings, stage: str) -> Iterator[Task]:
     recipe = found.recipe
+    points = recipe.figure.points if recipe.figure is not None and stage == "final" else 10
+    measure = "all" if any(map(needs_all, recipe.measures())) and stage == "final" else "needed"
     for part, row, quirks in itertools.product(found.parts(), found.rows, found.variants):
         if row.unavailable:
             continue
@@ -571,8 +622,8 @@ def _tasks(found: Reproduction, more: Settings, stage: str) -> Iterator[Task]:
             if stage == "trial" and recipe.choose is not None:
                 described = described.with_settings(recipe.choose.settings)
             described = described.with_settings(more)
-            spaced = max(1, described.rounds // 10)  # evaluations on the way are for the progress bar alone
-            described = replace(described, eval_every=spaced, measure="needed")
+            spaced = max(1, described.rounds // points)  # of a table for the progress bar alone
+            described = replace(described, eval_every=spaced, measure=measure)
             yield Task(part, row, quirks, tried, described, stage)
 
 
@@ -603,6 +654,7 @@ class Runner:
         self.recipe, self.progress, self.together = recipe, progress, together
         self.folder = found.folder
         self.measures = recipe.measures()
+        self.drawn = drawn_measures(recipe)
         self.results: dict[tuple[str, int], Result] = {}
         self.written: set[tuple[str, ...]] = set()
         self.ran = self.found = 0
@@ -660,7 +712,8 @@ class Runner:
         for task, of_seeds in zip(group, runs, strict=True):
             for seed, run in zip(seeds, of_seeds, strict=True):
                 found = {name: measured(run, name) for name in self.measures}
-                self.results[task.digest, seed] = Result(found, seconds)
+                series = self._series(task, run)
+                self.results[task.digest, seed] = Result(found, seconds, series=series)
                 self.ran += 1
             self._write(task, seeds)
 
@@ -683,11 +736,22 @@ class Runner:
             self.loaded = (key, load_data(experiment))
         return self.loaded[1]
 
-    # ---- the CSV
+    def _series(self, task: Task, run: Run) -> dict[str, Floats]:
+        """What is drawn of a run."""
+        figure = self.recipe.figure
+        if figure is None or task.stage == "trial" or figure.kind == "points":
+            return {}
+        if figure.kind == "distribution":
+            known = run.accuracies[np.isfinite(run.accuracies)]
+            return {"at": np.arange(len(known), dtype=np.float64), "accuracy": known}
+        return {"at": run.curves["round"].astype(np.float64), **{name: curve(run, name) for name in self.drawn}}
+
+    # ---- the CSV files
 
     def _read(self, path: Path) -> None:
         if not path.is_file():
             return
+        kept = self._read_series(path.with_name(SERIES))
         with path.open(newline="", encoding="utf-8") as file:
             table = csv.DictReader(file)
             if table.fieldnames != [*FACTS, *self.measures]:
@@ -699,8 +763,33 @@ class Runner:
                     continue
                 found = {name: float(line[name]) for name in self.measures}
                 ended = int(line["diverged"]) if line["diverged"] else None
-                self.results[line["digest"], int(line["seed"])] = Result(found, float(line["seconds"]), ended)
+                who = (line["digest"], int(line["seed"]))
+                if self.drawn and line["stage"] == "final" and ended is None and who not in kept:
+                    continue  # a number without its curve must be run again
+                self.results[who] = Result(found, float(line["seconds"]), ended, kept.get(who, {}))
                 self.written.add(_identity(line))
+
+    def _read_series(self, path: Path) -> dict[tuple[str, int], dict[str, Floats]]:
+        if not self.drawn or not path.is_file():
+            return {}
+        found: dict[tuple[str, int], dict[float, list[float]]] = {}
+        with path.open(newline="", encoding="utf-8") as file:
+            for line in csv.DictReader(file):
+                if None not in line.values():
+                    values = [float(line[name]) for name in ("at", *self.drawn)]
+                    found.setdefault((line["digest"], int(line["seed"])), {})[values[0]] = values
+        columns = {who: np.array(list(points.values())).T for who, points in found.items()}
+        return {who: dict(zip(("at", *self.drawn), table, strict=True)) for who, table in columns.items()}
+
+    def _write_series(self, line: Mapping[str, str], series: Mapping[str, Floats]) -> None:
+        assert self.folder is not None
+        with (self.folder / SERIES).open("a", newline="", encoding="utf-8") as file:
+            table = csv.writer(file, lineterminator="\n")
+            if file.tell() == 0:
+                table.writerow((*WHOSE, *self.drawn))
+            who = [line[name] for name in WHOSE[:-1]]
+            for values in zip(series["at"], *(series[name] for name in self.drawn), strict=True):
+                table.writerow((*who, f"{values[0]:g}", *(repr(float(value)) for value in values[1:])))
 
     def _write(self, task: Task, seeds: Sequence[int]) -> None:
         """Append what is there and not in the file yet."""
@@ -728,7 +817,16 @@ class Runner:
                 self.written.add(_identity(line))
                 ended = "" if result.diverged is None else str(result.diverged)
                 told = {name: repr(float(value)) for name, value in result.measures.items()}
+                if result.series:
+                    self._write_series(line, result.series)
                 table.writerow({**line, "diverged": ended, "seconds": f"{result.seconds:.3f}", **told})
+
+
+def drawn_measures(recipe: Recipe) -> tuple[str, ...]:
+    """The columns of the file from which a figure is drawn, besides where each line belongs."""
+    if recipe.figure is not None and recipe.figure.kind == "distribution":
+        return ("accuracy",)
+    return tuple(dict.fromkeys(name for quirks in (True, False) for name in recipe.drawn(quirks).values()))
 
 
 def _identity(line: Mapping[str, str]) -> tuple[str, ...]:
@@ -749,27 +847,6 @@ def played(
     recorder.run()
     found = iter(runs_of(experiment, recorder))
     return [[next(found) for _ in experiment.seeds] for _ in methods]
-
-
-def measured(run: Run, name: str) -> float:
-    """A measure of a run at its end: one of its own, the worst or best share, one client, or conflicts a round."""
-    word, _, argument = name.partition(":")
-    if word in ("worst", "best") and argument:
-        tail = worst if word == "worst" else best
-        return float(tail(run.accuracies[np.isfinite(run.accuracies)], float(argument)))
-    if word == "client" and argument:
-        if argument not in run.names:
-            raise EvenhandError(f"the measure {name!r}: no client has that name (there are {', '.join(run.names[:5])})")
-        return float(run.accuracies[run.names.index(argument)])
-    if word == "conflicts":
-        return float(np.mean([entry["conflicts"] for entry in run.rounds if "conflicts" in entry]))
-    if word == "layer_conflicts":
-        layers = [entry["layer_conflicts"] for entry in run.rounds if "layer_conflicts" in entry]
-        place = int(argument)
-        if not layers or place > len(layers[0]) or place < 1:
-            raise EvenhandError(f"the measure {name!r}: the model has {len(layers[0]) if layers else 0} layers")
-        return float(np.mean([entry[place - 1] for entry in layers]))
-    return run.measures()[name]
 
 
 def _device_name(experiment: Experiment) -> str:
