@@ -3,7 +3,9 @@
 A measure is a name, perhaps with an argument after a colon.
 
     mean, std_pp, worst:20, client:NAME, loss_mean, dp, dp:sex, ...   from every client's test data
-    loss_of:highest, loss_of:lowest   the test loss of the client whose loss was highest (lowest) before the training
+    dp:1, eodds:2, ...   group fairness of the first, second, ... sensitive attribute
+    loss_of:highest, loss_of:lowest   the test loss of the client whose loss was highest (lowest) before the training;
+        loss_of:gap   what is between the two
     direction, conflicts, layer_conflicts:N   from each round's record: length of the update, clients it goes against
     fell   share of a round's participants whose loss on their own training data fell in it
     fell_like:GAMMA   how a round's falls go with the losses: their correlation with loss^GAMMA over the participants
@@ -33,7 +35,7 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 POOLED = ("pooled_accuracy", "pooled_loss")
 LOSSES = tuple(f"loss_{name}" for name in OF_LOSSES)
-EXTREMES = ("highest", "lowest")
+EXTREMES = ("highest", "lowest", "gap")
 OF_ROUNDS = ("fell", "direction", "conflicts", "layer_conflicts", "fell_like")
 ARGUMENT = {
     "worst": "a percentage",
@@ -42,10 +44,21 @@ ARGUMENT = {
     "layer_conflicts": "a layer",
     "fell_like": "an exponent",
     "rounds_to": "an accuracy between 0 and 1",
-    "loss_of": "'highest' or 'lowest'",
+    "loss_of": "'highest', 'lowest' or 'gap'",
 }
+
+
+def _tenth(curve: Floats) -> int:
+    return max(1, len(curve) // 10)
+
+
+def _mean(values: Floats) -> float:
+    known = values[np.isfinite(values)]
+    return float(known.mean()) if len(known) else math.nan
+
+
 SUMMARIES: Mapping[str, Callable[[Floats], float]] = {
-    "over": lambda curve: _mean(curve),  # noqa: PLW0108 (defined below)
+    "over": _mean,
     "late": lambda curve: _mean(curve[-_tenth(curve) :]),
     "left": lambda curve: _mean(curve[-_tenth(curve) :]) / _mean(curve[: _tenth(curve)]),
     "swing": lambda curve: float(np.std(curve[len(curve) // 2 :])),
@@ -112,11 +125,21 @@ def curve(run: Run, name: str) -> Floats:
     if word in OF_ROUNDS:
         values, ends = of_rounds(run, name), run.curves["round"].astype(int)
         return np.array([math.nan, *(_mean(values[a:b]) for a, b in itertools.pairwise(ends))])
-    if argument and word not in KINDS:
+    if word in KINDS and argument.isdigit():
+        name = f"{word}:{_attribute(run, int(argument))}"
+    elif argument and word not in KINDS:
         return np.array([_of_clients(run, word, argument, entry) for entry in run.evaluations])
     if name not in run.curves:
         raise EvenhandError(f"the measure {name!r}: this run has none (it has {', '.join(run.curves)})")
     return np.asarray(run.curves[name], dtype=np.float64)
+
+
+def _attribute(run: Run, number: int) -> str:
+    """A sensitive attribute by its place, from 1."""
+    known = [] if run.cells is None else list(run.cells.attributes)
+    if not 1 <= number <= len(known) or len(known) < 2:
+        raise EvenhandError(f"no sensitive attribute {number} among several: there are {', '.join(known) or 'none'}")
+    return known[number - 1]
 
 
 def _of_clients(run: Run, word: str, argument: str, entry: Mapping[str, Any]) -> float:
@@ -126,7 +149,8 @@ def _of_clients(run: Run, word: str, argument: str, entry: Mapping[str, Any]) ->
         return float((worst if word == "worst" else best)(accuracies[np.isfinite(accuracies)], float(argument)))
     if word == "loss_of":
         start = np.asarray(run.evaluations[0]["losses"])
-        return float(entry["losses"][int(np.nanargmax(start) if argument == "highest" else np.nanargmin(start))])
+        high, low = (float(entry["losses"][int(find(start))]) for find in (np.nanargmax, np.nanargmin))
+        return {"highest": high, "lowest": low, "gap": high - low}[argument]
     if argument not in run.names:
         raise EvenhandError(
             f"the measure 'client:{argument}': no client has that name (there are {', '.join(run.names[:5])})"
@@ -156,12 +180,3 @@ def _goes_with(entry: Mapping[str, Any], gamma: float) -> float:
     if np.ptp(falls) == 0.0 or np.ptp(powers) == 0.0:
         return math.nan
     return float(np.corrcoef(falls, powers)[0, 1])
-
-
-def _tenth(curve: Floats) -> int:
-    return max(1, len(curve) // 10)
-
-
-def _mean(values: Floats) -> float:
-    known = values[np.isfinite(values)]
-    return float(known.mean()) if len(known) else math.nan

@@ -92,7 +92,7 @@ class Row:
     grid: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # settings to choose from; all combinations
     by: str = ""  # what they are chosen by, where it differs from the recipe's rule
     parts: Mapping[str, Settings] = field(default_factory=dict)  # further settings in one part
-    quirks: Settings = field(default_factory=dict)  # settings that the published code had for this row alone
+    quirks: Settings = field(default_factory=dict)  # what the published code had for this row alone; tables: by part
     unavailable: str = ""
     added: str = ""  # why it is there although the paper has no such row; no claim about "all others" means it
     at: float | None = None  # where it stands in a figure over a setting
@@ -198,7 +198,9 @@ class Recipe:
         for quirk in self.quirks if quirks else ():
             if not quirk.parts or part.name in quirk.parts:
                 chosen = chosen.with_settings(quirk.settings)
-        settings = {**row.settings, **row.parts.get(part.name, {}), **(row.quirks if quirks else {}), **tried}
+        own = {name: value for name, value in row.quirks.items() if not isinstance(value, Mapping)}
+        own = {**own, **row.quirks.get(part.name, {})} if quirks else {}
+        settings = {**row.settings, **row.parts.get(part.name, {}), **own, **tried}
         return _with(chosen.with_settings({"method": row.method}), settings)
 
 
@@ -414,6 +416,9 @@ def _row(entry: Entry, parts: Sequence[Part], count: int, drawn: bool) -> Row:
     for name in found.parts:
         if name not in named:
             raise entry.error(f"parts.{name}", f"is not a part of the table{near_miss(name, named)}")
+    for name, value in found.quirks.items():
+        if isinstance(value, Mapping) and name not in named:
+            raise entry.error(f"quirks.{name}", f"is not a part of the table{near_miss(name, named)}")
     for names, values in found.grid.items():
         each = len(names.split(","))
         fits = isinstance(values, list) and values
@@ -538,9 +543,14 @@ HEADS = ("recipe", "data", "data is here", "estimate, H200", "paper", "what it s
 
 
 def names() -> list[str]:
-    """Every recipe that comes with the package: paper/table."""
+    """Every recipe that comes with the package: paper/table, by paper and number."""
     found = [path.relative_to(FOLDER).with_suffix("").as_posix() for path in FOLDER.glob("*/*.toml")]
-    return sorted(found, key=lambda name: [(len(part), part) for part in re.split("([0-9]+)", name)])
+    return sorted(found, key=lambda name: [part.zfill(9) if part.isdigit() else part for part in _pieces(name)])
+
+
+def _pieces(name: str) -> list[str]:
+    """A name cut where numbers begin and end."""
+    return re.split("([0-9]+)", name)
 
 
 def find_recipe(name: str | Path) -> Recipe:

@@ -733,7 +733,12 @@ class Runner:
     def _data(self, experiment: Experiment) -> Dataset:
         key = json.dumps([experiment.data, experiment.data_dir, dict(experiment.data_options)], default=str)
         if self.loaded is None or self.loaded[0] != key:
-            self.loaded = (key, load_data(experiment))
+            try:
+                self.loaded = (key, load_data(experiment))
+            except EvenhandError as error:
+                several = [part.name for part in self.recipe.parts if not part.unavailable]
+                hint = f" (parts are run one by one with --part: {', '.join(several)})" if len(several) > 1 else ""
+                raise EvenhandError(f"{error}{hint}") from error
         return self.loaded[1]
 
     def _series(self, task: Task, run: Run) -> dict[str, Floats]:
