@@ -17,30 +17,25 @@ if TYPE_CHECKING:
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 BINS = np.arange(0, 101, 5)  # of accuracies, in percent
+SHARES = ("mean", "worst", "best", "min", "max", "client", "pooled_accuracy", "fell")  # between 0 and 1
 
 
 def drawing(found: Reproduction) -> str:
     """The whole figure."""
     figure = found.recipe.figure
     assert figure is not None
-    by_row = figure.kind == "points" or figure.lines == "rows"
+    by_row = figure.lines == "rows"
     names = [row.name for row in found.rows if not row.unavailable] if by_row else list(figure.columns)
-    if figure.kind == "points" and figure.x not in titles(found):
-        names = []
     kinds = {"curves": _curves, "distribution": _distributions, "points": _points}
     panels = [
-        Panel(", ".join(filter(None, (part.name, found.variant(quirks), said))), chart)
+        Panel(", ".join(filter(None, (part.name, found.variant(quirks) if found.recipe.quirky else "", said))), chart)
         for part in found.parts()
         for quirks in found.variants
         for said, chart in kinds[figure.kind](found, figure, part, quirks)
     ]
-    title = f"{found.recipe.paper}, run again: {found.recipe.title}"
-    below = "; ".join(found.scaled_down()) or f"{len(found.seeds)} seeds"
-    return sheet(title, f"{below}. Bands: one standard deviation over the seeds.", panels, names)
-
-
-def titles(found: Reproduction) -> list[str]:
-    return [column.title for column in found.recipe.columns]
+    played = "; ".join(found.scaled_down()) or f"{len(found.seeds)} seeds"
+    below = (found.recipe.title, f"{played}. Bands: one standard deviation over the seeds.")
+    return sheet(f"{found.recipe.paper}, run again", below, panels, [] if figure.kind == "points" else names)
 
 
 def _drawn(found: Reproduction, figure: Figure) -> list[Column]:
@@ -53,13 +48,16 @@ def _shown(found: Reproduction, part: Part, quirks: bool) -> Iterator[tuple[int,
     return ((n, row) for n, row in enumerate(rows) if (part.name, row.name, quirks) in found.tasks)
 
 
-def _line(name: str, x: Floats, values: Floats, colour: int) -> Line:
-    """A line with a band from one row of values a seed."""
+def _line(name: str, x: Floats, values: Floats, colour: int, most: float | None = None) -> Line:
+    """A line with a band from one row of values a seed, which lie between zero and `most` where that is known."""
     middle = values.mean(axis=0)
     spread = values.std(axis=0, ddof=1) if len(values) > 1 else None
     if spread is None:
         return Line(name, x, middle, colour=colour)
-    return Line(name, x, middle, middle - spread, middle + spread, colour)
+    low, high = middle - spread, middle + spread
+    if most is not None:
+        low, high = np.maximum(low, 0.0), np.minimum(high, most)
+    return Line(name, x, middle, low, high, colour)
 
 
 def _curves(found: Reproduction, figure: Figure, part: Part, quirks: bool) -> Iterator[tuple[str, str]]:
@@ -69,9 +67,9 @@ def _curves(found: Reproduction, figure: Figure, part: Part, quirks: bool) -> It
         for place, column in enumerate(columns):
             known = found.curve(part, row, column, quirks)
             if known is not None:
-                by_row = figure.lines == "rows"
-                name, shade = (row.name, colour) if by_row else (column.title, place)
-                lines[row.name, column.title] = _line(name, *known, shade)
+                name, shade = (row.name, colour) if figure.lines == "rows" else (column.title, place)
+                share = found.recipe.drawn(quirks)[column.title].partition(":")[0] in SHARES
+                lines[row.name, column.title] = _line(name, *known, shade, column.scale if share else None)
     groups = (
         [(column.title, [lines.get((row.name, column.title)) for _, row in rows]) for column in columns]
         if figure.lines == "rows"

@@ -442,7 +442,7 @@ class Reproduction:
                 lines += [f"Not available: {part.unavailable}", ""]
             head, *body = self.table(part)
             lines += [_line(head), "|---|---|" + "---:|" * (len(head) - 2), *map(_line, body), ""]
-        if recipe.claims:
+        if self.judged(self.variants[0]):
             lines += ["## What the paper says", ""]
             lines += ["| claim | " + " | ".join(map(self.variant, self.variants)) + " |"]
             lines += ["|---|" + "---|" * len(self.variants)]

@@ -22,15 +22,18 @@ class Panel(NamedTuple):
     chart: str
 
 
-def sheet(title: str, below: str, panels: Sequence[Panel], names: Sequence[str]) -> str:
-    """The file. `names` are the lines' names in the order of their colours."""
+def sheet(title: str, below: Sequence[str], panels: Sequence[Panel], names: Sequence[str]) -> str:
+    """The file. `below`: lines under the title; `names`: the charts' lines in the order of their colours."""
     across = min(ACROSS, max(1, len(panels)))
     width = 2 * EDGE + across * WIDTH + (across - 1) * GAP
     body = [
         f'<text x="{EDGE}" y="32" style="fill:var(--ink)" font-size="17" font-weight="600">{escape(title)}</text>',
-        f'<text x="{EDGE}" y="52" style="fill:var(--soft)" font-size="13">{escape(below)}</text>',
+        *(
+            f'<text x="{EDGE}" y="{52 + 18 * n}" style="fill:var(--soft)" font-size="13">{escape(line)}</text>'
+            for n, line in enumerate(below)
+        ),
     ]
-    marks, y = _legend(names, width, 74)
+    marks, y = _legend(names, width, 56 + 18 * len(below))
     body += marks
     for place, panel in enumerate(panels):
         row, column = divmod(place, across)
