@@ -30,7 +30,7 @@ from evenhand.data import Dataset
 from evenhand.engine.groups import cells_of
 from evenhand.experiment import Experiment, load_data
 from evenhand.methods import Method, method
-from evenhand.reproduction import played as together
+from evenhand.reruns import played as together
 
 BATCH = {"adult": 256, "compas": 128, "bank": 256}
 SENSITIVE = {"adult": "sex", "compas": "sex", "bank": "age_group"}

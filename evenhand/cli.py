@@ -408,7 +408,7 @@ def _listed(text: str) -> list[Any]:
 
 @command("recipes")
 def recipes(data_dir: DataDir = None, as_json: Json = False) -> None:
-    """List the papers' tables that can be run again.
+    """List the papers' tables and figures that can be run again.
 
     \b
     Examples:
@@ -429,11 +429,14 @@ def recipes(data_dir: DataDir = None, as_json: Json = False) -> None:
 
 @command("reproduce")
 def reproduce(
-    name: Annotated[str, typer.Argument(help="A table (evenhand recipes), or a .toml file of your own.")],
+    name: Annotated[str, typer.Argument(help="A table or figure (evenhand recipes), or a .toml file of your own.")],
     rounds: Annotated[int | None, typer.Option(metavar="N", help="Fewer rounds than the paper's.")] = None,
     seeds: Annotated[str | None, typer.Option(metavar="SEEDS", help="How many of the table's, or which: 3,7.")] = None,
     only: Annotated[
         list[str] | None, typer.Option(metavar="ROW", help="Only rows whose name begins like this. Repeatable.")
+    ] = None,
+    part: Annotated[
+        list[str] | None, typer.Option(metavar="PART", help="Only parts whose name begins like this. Repeatable.")
     ] = None,
     on: Annotated[bool, typer.Option("--quirks", help="Only as the published code does it.")] = False,
     off: Annotated[bool, typer.Option("--no-quirks", help="Only as the paper says it.")] = False,
@@ -449,10 +452,10 @@ def reproduce(
     ] = None,
     quiet: Quiet = False,
 ) -> None:
-    """Run a paper's table again; print its numbers beside ours.
+    """Run a paper's table or figure again; print its numbers beside ours.
 
-    The folder gets results.csv (every row and seed) and results.md (the page). What the CSV holds already is not run
-    again, so the same command goes on after a stop.
+    The folder gets results.csv (every row and seed), results.md (the page) and, of a figure, figure.svg. What the CSV
+    holds already is not run again, so the same command goes on after a stop.
 
     \b
     Examples:
@@ -472,6 +475,7 @@ def reproduce(
                 rounds=rounds,
                 seeds=_seeds(seeds) if seeds else None,
                 only=only or (),
+                parts=part or (),
                 quirks="on" if on else "off" if off else "both",
                 data_dir=data_dir,
                 device=device,
@@ -487,6 +491,8 @@ def reproduce(
         print(found)
         print(f"folder  {folder}")
         print(f"page    {folder / reproduction.PAGE}")
+        if (folder / reproduction.DRAWING).is_file():
+            print(f"figure  {folder / reproduction.DRAWING}")
 
 
 def _split(text: str) -> Any:

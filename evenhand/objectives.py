@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from evenhand.checks import choice, number
+from evenhand.checks import choice, flag, number
 from evenhand.methods.base import Objective
 
 
@@ -27,14 +27,20 @@ class PlainRisk(Objective):
 
 @dataclass(frozen=True)
 class Proximal(Objective):
-    """FedProx (Li et al., MLSys 2020, eq. 2): the risk plus mu/2 times the squared distance to the received model."""
+    """FedProx (Li et al., MLSys 2020, eq. 2): the risk plus mu/2 times the squared distance to the received model.
+
+    `fedlf_code=True` is the mistake behind FedLF's FedProx rows: a client makes one step a round, always on its first
+    mini-batch, where the penalty is still zero.
+    """
 
     mu: float = 0.1
+    fedlf_code: bool = False  # as FedLF's code has it: one step, on the same mini-batch every round
 
     name: ClassVar[str] = "proximal"
 
     def __post_init__(self) -> None:
         number("mu", self.mu, low=0.0)
+        flag("fedlf_code", self.fedlf_code)
 
     def penalty(self, parameters: Mapping[str, Tensor], received: Mapping[str, Tensor]) -> Tensor:
         squares = [(parameters[name] - received[name]).square().sum() for name in parameters]
@@ -59,14 +65,22 @@ class Personal(Objective):
 
     The personal model v_k takes the same local steps with a pull lam (v_k - theta) towards the received model,
     and is the one that serves (and is evaluated on) the client.
+
+    `fedlf_code=True` is the mistake behind FedLF's Ditto rows: there are no personal models. A client's only model
+    takes every step twice, the second time with the same gradient and the pull, which is one step along
+    (2 - lr lam) g + lam (w - theta); the shared one then serves everybody. That code lets the shared model move to
+    each client's in turn by a share 1/N of the way, N being all clients; for m clients a round the server's step
+    eta = 1 - (1 - 1/N)^m goes as far in one go.
     """
 
     lam: float = 1.0
+    fedlf_code: bool = False  # as FedLF's code has it: no personal models
 
     name: ClassVar[str] = "personal"
 
     def __post_init__(self) -> None:
         number("lam", self.lam, low=0.0)
+        flag("fedlf_code", self.fedlf_code)
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,10 @@
-"""A paper's table as a description: what to run for every cell, the paper's own numbers, and what it claims.
+"""A paper's table or figure as a description: what to run for every cell, the paper's numbers, and what it claims.
 
 Each file of `evenhand/recipes/` is one table. It holds the experiment as every run describes it, the parts of the table
 that change it (another data set or partition), the rows (a method with settings, perhaps a grid to choose from), the
 columns (our measures in the paper's unit), the numbers, the quirks of the published code that the numbers stand on,
-and the claims. Reading a file checks all of it; an error names the file and the key.
+and the claims. A figure is a table that also says what is drawn. Reading a file checks all of it; an error names the
+file and the key.
 """
 
 from __future__ import annotations
@@ -17,10 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from evenhand.checks import EvenhandError, near_miss
-from evenhand.counts import CLIENT_MEASURES, KINDS
 from evenhand.data import datasets, partitions
 from evenhand.experiment import Experiment, can_simulate
-from evenhand.fairness import MEASURES
+from evenhand.measuring import bare, check_measure, curve_of
 from evenhand.models import MODELS
 from evenhand.tables import Listing, text_table
 from evenhand.toml import read_toml
@@ -28,9 +28,9 @@ from evenhand.tuning import Judgement
 
 FOLDER = Path(__file__).parent / "recipes"
 TOGETHER = 60  # methods times seeds that train as one program, unless a recipe says otherwise
-POOLED = ("pooled_accuracy", "pooled_loss")
-ARGUMENT = {"worst": "a percentage", "best": "a percentage", "client": "a client's name", "layer_conflicts": "a layer"}
-KNOWN = (*MEASURES, *POOLED, *KINDS, *CLIENT_MEASURES, "conflicts", "layer_conflicts:N", "worst:N", "best:N")
+FIGURES = ("curves", "distribution", "points")
+LINES = ("rows", "columns")
+POINTS = 50  # of a curve
 
 Settings = Mapping[str, Any]
 Numbers = Mapping[str, tuple[float | None, ...]]
@@ -92,8 +92,10 @@ class Row:
     grid: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # settings to choose from; all combinations
     by: str = ""  # what they are chosen by, where it differs from the recipe's rule
     parts: Mapping[str, Settings] = field(default_factory=dict)  # further settings in one part
-    quirks: Settings = field(default_factory=dict)  # settings that the published code had for this row alone
+    quirks: Settings = field(default_factory=dict)  # what the published code had for this row alone; tables: by part
     unavailable: str = ""
+    added: str = ""  # why it is there although the paper has no such row; no claim about "all others" means it
+    at: float | None = None  # where it stands in a figure over a setting
     numbers: Numbers = field(default_factory=dict)
     spread: Numbers = field(default_factory=dict)
 
@@ -111,18 +113,33 @@ class Row:
 
 @dataclass(frozen=True)
 class Claim:
-    """A statement of the paper: each of `rows` is better than each of `than` (empty: all others) in a column."""
+    """A statement of the paper: each of `rows` is better than each of `than`, or than the number `bound`, in a column.
+
+    Without either it is about all other rows that the paper has.
+    """
 
     says: str
     column: str
     rows: tuple[str, ...]
     than: tuple[str, ...] = ()
     parts: tuple[str, ...] = ()
+    bound: float | None = None
+
+
+@dataclass(frozen=True)
+class Figure:
+    """What is drawn of the columns, for each part: curves over rounds, the clients' accuracies, or points."""
+
+    kind: str
+    columns: tuple[str, ...]  # which of them
+    lines: str = "rows"  # of a chart of curves: the rows, in a chart a column, or the columns, in a chart a row
+    x: str = ""  # of points: a column, or in words what `at` of the rows is
+    points: int = POINTS  # of a curve
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """One table of a paper."""
+    """One table or figure of a paper."""
 
     name: str
     path: Path
@@ -135,6 +152,7 @@ class Recipe:
     parts: tuple[Part, ...] = (Part(""),)
     quirks: tuple[Quirk, ...] = ()
     claims: tuple[Claim, ...] = ()
+    figure: Figure | None = None
     choose: Choice | None = None
     plus_minus: str = ""  # what the paper's spread is
     notes: tuple[str, ...] = ()
@@ -162,6 +180,11 @@ class Recipe:
             found = quirk.measures.get(column.title, found)
         return found
 
+    def drawn(self, quirks: bool) -> dict[str, str]:
+        """The measures whose curves are drawn, by column."""
+        titles = self.figure.columns if self.figure is not None and self.figure.kind == "curves" else ()
+        return {c.title: curve_of(self.measure(c, quirks)) for c in self.columns if c.title in titles}
+
     def measures(self) -> list[str]:
         """Every measure that any of its cells, or any choice, asks for."""
         found = [bare(self.measure(column, quirks)) for column in self.columns for quirks in (True, False)]
@@ -175,37 +198,21 @@ class Recipe:
         for quirk in self.quirks if quirks else ():
             if not quirk.parts or part.name in quirk.parts:
                 chosen = chosen.with_settings(quirk.settings)
-        settings = {**row.settings, **row.parts.get(part.name, {}), **(row.quirks if quirks else {}), **tried}
+        own = {name: value for name, value in row.quirks.items() if not isinstance(value, Mapping)}
+        own = {**own, **row.quirks.get(part.name, {})} if quirks else {}
+        settings = {**row.settings, **row.parts.get(part.name, {}), **own, **tried}
         return _with(chosen.with_settings({"method": row.method}), settings)
 
 
 def _with(chosen: Experiment, settings: Settings) -> Experiment:
     """Settings applied together where a method insists on their agreement (FedFa's alpha and beta)."""
+    parts = {name: value for name, value in settings.items() if name in ("method.server", "method.objective")}
+    chosen, settings = chosen.with_settings(parts), {k: v for k, v in settings.items() if k not in parts}
     own = {name.partition(".")[2]: value for name, value in settings.items() if name.startswith("method.")}
     rest = {name: value for name, value in settings.items() if not name.startswith("method.")}
     if own:
         rest = {"method": chosen.method.with_settings(own), **rest}
     return chosen.with_settings(rest)
-
-
-# ---------------------------------------------------------------------------------------------------- measures
-
-
-def bare(measure: str) -> str:
-    """The measure inside sqrt(...)."""
-    found = re.fullmatch(r"sqrt\((.+)\)", measure)
-    return found[1] if found else measure
-
-
-def check_measure(name: str) -> None:
-    """Insist on a measure that a run gives."""
-    word, colon, argument = bare(name).partition(":")
-    if colon and word in ARGUMENT:
-        if argument and (word == "client" or argument.replace(".", "", 1).isdigit()):
-            return
-        raise EvenhandError(f"the measure {name!r} needs {ARGUMENT[word]} after the colon")
-    if colon or word not in KNOWN:
-        raise EvenhandError(f"unknown measure {name!r}{near_miss(name, KNOWN)}")
 
 
 # ---------------------------------------------------------------------------------------------------- reading
@@ -279,7 +286,8 @@ def read_recipe(path: str | Path, name: str = "") -> Recipe:
         raise top.error("experiment.method", "belongs to the rows")
     columns = tuple(_column(entry) for entry in top.tables("columns", needed=True))
     parts = tuple(_part(entry) for entry in top.tables("parts")) or (Part(""),)
-    rows = tuple(_row(entry, parts, len(columns)) for entry in top.tables("rows", needed=True))
+    drawn = "figure" in top.values
+    rows = tuple(_row(entry, parts, len(columns), drawn) for entry in top.tables("rows", needed=True))
     _once(top, "columns", [column.title for column in columns])
     _once(top, "parts", [part.name for part in parts])
     _once(top, "rows", [row.name for row in rows])
@@ -295,6 +303,7 @@ def read_recipe(path: str | Path, name: str = "") -> Recipe:
         parts=parts,
         quirks=tuple(_quirk(entry, columns, parts) for entry in top.tables("quirks")),
         claims=tuple(_claim(entry, columns, rows, parts) for entry in top.tables("claims")),
+        figure=_figure(Entry(place, "figure", top.get("figure", dict)), columns, rows) if drawn else None,
         choose=_choice(Entry(place, "choose", top.get("choose", dict))) if "choose" in top.values else None,
         plus_minus=top.text("plus_minus", needed=False),
         notes=top.texts("notes"),
@@ -366,8 +375,30 @@ def _check_by(entry: Entry, by: str) -> None:
             check_measure(name)
 
 
-def _row(entry: Entry, parts: Sequence[Part], count: int) -> Row:
+def _figure(entry: Entry, columns: Sequence[Column], rows: Sequence[Row]) -> Figure:
+    titles = [column.title for column in columns]
+    points = entry.get("points", int, POINTS)
+    asked = entry.texts("columns") or tuple(titles)
+    found = Figure(entry.text("kind"), asked, entry.get("lines", str, "rows"), entry.text("x", needed=False), points)
+    for key, given, known in (("kind", found.kind, FIGURES), ("lines", found.lines, LINES)):
+        if given not in known:
+            raise entry.error(key, f"{given!r} must be one of {', '.join(known)}")
+    for title in asked:
+        if title not in titles:
+            raise entry.error("columns", f"the table has no {title!r}{near_miss(title, titles)}")
+    if points < 2:
+        raise entry.error("points", f"{points} is too few for a curve")
+    if found.kind == "points" and not found.x:
+        raise entry.error("x", "is missing: a column, or what the rows' `at` is")
+    if found.kind == "points" and found.x not in titles and not any(row.at is not None for row in rows):
+        raise entry.error("x", f"{found.x!r} is no column, and no row says where it stands (at)")
+    entry.done()
+    return found
+
+
+def _row(entry: Entry, parts: Sequence[Part], count: int, drawn: bool) -> Row:
     named = [part.name for part in parts]
+    own = drawn or "added" in entry.values
     found = Row(
         name=entry.text("name"),
         method=entry.text("method", needed="unavailable" not in entry.values),
@@ -377,12 +408,17 @@ def _row(entry: Entry, parts: Sequence[Part], count: int) -> Row:
         parts=entry.get("parts", dict, {}),
         quirks=entry.get("quirks", dict, {}),
         unavailable=entry.text("unavailable", needed=False),
-        numbers=_numbers(entry, "numbers", named, count, needed=True),
+        added=entry.text("added", needed=False),
+        at=None if "at" not in entry.values else float(entry.get("at", (int, float))),
+        numbers=_numbers(entry, "numbers", named, count, needed=not own),
         spread=_numbers(entry, "spread", named, count),
     )
     for name in found.parts:
         if name not in named:
             raise entry.error(f"parts.{name}", f"is not a part of the table{near_miss(name, named)}")
+    for name, value in found.quirks.items():
+        if isinstance(value, Mapping) and name not in named:
+            raise entry.error(f"quirks.{name}", f"is not a part of the table{near_miss(name, named)}")
     for names, values in found.grid.items():
         each = len(names.split(","))
         fits = isinstance(values, list) and values
@@ -419,7 +455,12 @@ def _numbers(entry: Entry, key: str, parts: Sequence[str], count: int, *, needed
 
 def _claim(entry: Entry, columns: Sequence[Column], rows: Sequence[Row], parts: Sequence[Part]) -> Claim:
     found = Claim(
-        entry.text("says"), entry.text("column"), entry.texts("rows"), entry.texts("than"), entry.texts("parts")
+        entry.text("says"),
+        entry.text("column"),
+        entry.texts("rows"),
+        entry.texts("than"),
+        entry.texts("parts"),
+        None if "bound" not in entry.values else float(entry.get("bound", (int, float))),
     )
     known = {
         "column": ([found.column], [column.title for column in columns]),
@@ -435,6 +476,8 @@ def _claim(entry: Entry, columns: Sequence[Column], rows: Sequence[Row], parts: 
         raise entry.error("rows", "is missing")
     if set(found.rows) & set(found.than):
         raise entry.error("than", "a row cannot be better than itself")
+    if found.than and found.bound is not None:
+        raise entry.error("bound", "a claim is about other rows or about a number, not both")
     entry.done()
     return found
 
@@ -500,9 +543,14 @@ HEADS = ("recipe", "data", "data is here", "estimate, H200", "paper", "what it s
 
 
 def names() -> list[str]:
-    """Every recipe that comes with the package: paper/table."""
+    """Every recipe that comes with the package: paper/table, by paper and number."""
     found = [path.relative_to(FOLDER).with_suffix("").as_posix() for path in FOLDER.glob("*/*.toml")]
-    return sorted(found, key=lambda name: [(len(part), part) for part in re.split("([0-9]+)", name)])
+    return sorted(found, key=lambda name: [part.zfill(9) if part.isdigit() else part for part in _pieces(name)])
+
+
+def _pieces(name: str) -> list[str]:
+    """A name cut where numbers begin and end."""
+    return re.split("([0-9]+)", name)
 
 
 def find_recipe(name: str | Path) -> Recipe:
@@ -526,7 +574,8 @@ def _info(recipe: Recipe, data_dir: str | Path | None) -> RecipeInfo:
     states = {name: datasets(data_dir, name)[0].available for name in recipe.data}
     here = {name: "yes" if _is_here(state) else state for name, state in states.items()}
     same = set(here.values())
-    said = same.pop() if len(same) == 1 else ", ".join(f"{name}: {state}" for name, state in here.items())
+    each = ", ".join(f"{name}: {state}" for name, state in here.items())
+    said = "no loader" if not here else same.pop() if len(same) == 1 else each
     return RecipeInfo(recipe.name, recipe.title, recipe.paper, recipe.data, said, recipe.takes)
 
 

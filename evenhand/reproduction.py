@@ -1,22 +1,15 @@
-"""A paper's table run again: the paper's numbers, ours beside them, and what holds of what the paper says.
+"""A paper's table or figure run again: its numbers, ours beside them, and what holds of what the paper says.
 
-Rows that train alike run as replicas of one program. Every row and seed goes into a CSV file as soon as it is there,
-and one that is there with the same settings is not run again.
+The runs themselves are `evenhand/reruns.py`'s.
 """
 
 from __future__ import annotations
 
-import csv
 import datetime
-import hashlib
 import itertools
-import json
 import math
-import multiprocessing
-import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
@@ -27,11 +20,11 @@ import torch
 
 from evenhand import storage
 from evenhand.checks import EvenhandError, choice, near_miss, number
-from evenhand.data import Dataset
-from evenhand.experiment import Experiment, load_data, prepare, runs_of
-from evenhand.fairness import best, paired_test, worst
-from evenhand.folders import Diverged, Progress, Recorder, Status, file_name, writing
-from evenhand.methods import Method
+from evenhand.experiment import Experiment
+from evenhand.fairness import paired_test
+from evenhand.figures import drawing
+from evenhand.folders import Progress, file_name, writing
+from evenhand.measuring import bare, needs_all
 from evenhand.recipe import (
     Claim,
     Column,
@@ -41,62 +34,26 @@ from evenhand.recipe import (
     RecipeTable,
     Row,
     Settings,
-    bare,
     find_recipe,
     listed,
     read_recipe,
     recipes,
 )
-from evenhand.runs import Run
+from evenhand.reruns import CSV, SERIES, Result, Runner, Task
 from evenhand.tables import text_table
 from evenhand.tuning import Judgement
 
 __all__ = ["Recipe", "RecipeInfo", "RecipeTable", "Reproduction", "read_recipe", "recipes", "reproduce"]
 
-APART = ("personal", "similarity", "correction")  # objectives that carry models or stages of their own
-CSV, PAGE = "results.csv", "results.md"
+PAGE, DRAWING = "results.md", "figure.svg"
 WITHIN = 2.0  # spreads
 FAR = 99  # spreads beyond which the exact number says no more
 CONFIDENCE = 0.95
 HOLDS, FAILS, UNTOLD = "holds", "does not hold", "cannot be told"
 PLURAL = {HOLDS: "hold", FAILS: "do not hold", UNTOLD: UNTOLD}
 QUIRKS = ("both", "on", "off")
-# What does not change a number, or has a column of its own.
-ASIDE = ("seeds", "device", "data_dir", "program", "chunk", "keep_on", "eval_every", "measure")
-FACTS = ("part", "row", "stage", "quirks", "setting", "seed", "rounds", "diverged", "seconds", "digest")
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
-
-
-@dataclass(frozen=True)
-class Task:
-    """One row in one part with one setting: what it takes to fill its cells."""
-
-    part: Part
-    row: Row
-    quirks: bool
-    tried: Settings
-    experiment: Experiment
-    stage: str = "final"  # or "trial": to choose a setting
-
-    @property
-    def digest(self) -> str:
-        """Changes when anything does that a number depends on."""
-        values = {name: value for name, value in self.experiment.to_dict().items() if name not in ASIDE}
-        return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:16]
-
-    @property
-    def setting(self) -> str:
-        return ", ".join(filter(None, (self.row.method, listed(self.tried))))
-
-
-@dataclass
-class Result:
-    """What one task gave under one seed."""
-
-    measures: dict[str, float]
-    seconds: float = 0.0
-    diverged: int | None = None
 
 
 @dataclass(frozen=True)
@@ -171,6 +128,7 @@ class Reproduction:
     variants: tuple[bool, ...]  # with quirks, without
     changes: Settings
     folder: Path | None = None
+    only_parts: tuple[str, ...] = ()  # empty: all
     tasks: dict[tuple[str, str, bool], Task] = field(default_factory=dict)
     results: dict[tuple[str, int], Result] = field(default_factory=dict)
     ran: int = 0
@@ -181,7 +139,8 @@ class Reproduction:
     # ---- numbers
 
     def parts(self) -> list[Part]:
-        return [part for part in self.recipe.parts if not part.unavailable]
+        asked = self.only_parts or [part.name for part in self.recipe.parts]
+        return [part for part in self.recipe.parts if not part.unavailable and part.name in asked]
 
     def values(self, part: Part, row: Row, column: Column, quirks: bool) -> Floats:
         """One number a seed, in the paper's unit; not-a-number where the training diverged."""
@@ -194,8 +153,25 @@ class Reproduction:
 
     def cell(self, part: Part, row: Row, column: Column, quirks: bool) -> Cell:
         place = self.recipe.columns.index(column)
-        paper, spread = row.numbers[part.name][place], row.spread.get(part.name, (None,) * (place + 1))[place]
+        none = (None,) * len(self.recipe.columns)
+        paper, spread = (numbers.get(part.name, none)[place] for numbers in (row.numbers, row.spread))
         return Cell(column, paper, spread, self.values(part, row, column, quirks))
+
+    def curve(self, part: Part, row: Row, column: Column, quirks: bool) -> tuple[Floats, Floats] | None:
+        """After how many rounds, and the column's curve in the paper's unit, one row a seed; None where none ended."""
+        task, name = self.tasks[part.name, row.name, quirks], self.recipe.drawn(quirks)[column.title]
+        kept = [self.results[task.digest, seed].series for seed in self.seeds]
+        kept = [series for series in kept if series]
+        if not kept:
+            return None
+        values = column.scale * np.stack([series[name] for series in kept])
+        return kept[0]["at"], values if bare(column.measure) == column.measure else np.sqrt(values)
+
+    def clients(self, part: Part, row: Row, quirks: bool) -> list[Floats]:
+        """Every client's accuracy, for each seed that ended."""
+        task = self.tasks[part.name, row.name, quirks]
+        kept = [self.results[task.digest, seed].series for seed in self.seeds]
+        return [series["accuracy"] for series in kept if series]
 
     def cells(self, quirks: bool) -> list[tuple[Part, Row, Cell]]:
         """Every cell that was run."""
@@ -228,6 +204,8 @@ class Reproduction:
             said.append(f"seeds {', '.join(map(str, self.seeds))} instead of {', '.join(map(str, own))}")
         if len(self.rows) < len(self.recipe.rows):
             said.append(f"{len(self.rows)} of {len(self.recipe.rows)} rows")
+        if self.only_parts:
+            said.append(f"{len(self.only_parts)} of {len(self.recipe.parts)} parts")
         if self.changes:
             said.append(f"changed: {listed(self.changes)}")
         return said
@@ -245,16 +223,22 @@ class Reproduction:
 
     def _judge(self, claim: Claim, part: Part, quirks: bool) -> Judged:
         column = next(column for column in self.recipe.columns if column.title == claim.column)
-        others = claim.than or tuple(row.name for row in self.recipe.rows if row.name not in claim.rows)
+        others = claim.than
+        if not others and claim.bound is None:
+            others = tuple(row.name for row in self.recipe.rows if row.name not in claim.rows and not row.added)
         by_name = {row.name: row for row in self.rows}
         known = {name: row for name, row in by_name.items() if (part.name, name, quirks) in self.tasks}
         missing = [name for name in (*claim.rows, *others) if name not in known]
         pairs = [(a, b) for a in claim.rows for b in others if a in known and b in known]
+        if claim.bound is not None:
+            pairs = [(a, f"{claim.bound:g}") for a in claim.rows if a in known]
         if not pairs:
             return Judged(claim, part, UNTOLD, f"not run: {', '.join(missing)}")
         untold, against, least = [], [], None
         for a, b in pairs:
-            one, other = (self.values(part, known[name], column, quirks) for name in (a, b))
+            one = self.values(part, known[a], column, quirks)
+            given = claim.bound is not None
+            other = np.full(len(one), claim.bound) if given else self.values(part, known[b], column, quirks)
             if not (np.isfinite(one) & np.isfinite(other)).any():
                 lost = [name for name, values in ((a, one), (b, other)) if not np.isfinite(values).all()]
                 untold.append(f"{' and '.join(lost)} diverged")
@@ -283,7 +267,7 @@ class Reproduction:
 
     # ---- words
 
-    def _variant(self, quirks: bool) -> str:
+    def variant(self, quirks: bool) -> str:
         if not self.recipe.quirky:
             return "ours"
         return "ours, quirks on" if quirks else "ours, quirks off"
@@ -293,12 +277,15 @@ class Reproduction:
         lines = [["row", "", *(column.head for column in self.recipe.columns)]]
         for row in self.rows:
             paper = [self.cell(part, row, column, self.variants[0]) for column in self.recipe.columns]
-            lines.append([row.name, "paper", *(cell.written(cell.paper, cell.spread) for cell in paper)])
+            name, printed = row.name, any(cell.paper is not None for cell in paper)
+            if printed:
+                lines.append([name, "paper", *(cell.written(cell.paper, cell.spread) for cell in paper)])
+                name = ""
             blank = [""] * (len(self.recipe.columns) - 1)
             if row.unavailable:
-                lines.append(["", "ours", f"not available: {row.unavailable}", *blank])
+                lines.append([name, "ours", f"not available: {row.unavailable}", *blank])
                 continue
-            for quirks in self.variants:
+            for quirks in self.variants if part in self.parts() else ():
                 task = self.tasks[part.name, row.name, quirks]
                 ends = [self.results[task.digest, seed].diverged for seed in self.seeds]
                 cells = [
@@ -307,13 +294,14 @@ class Reproduction:
                 if any(end is not None for end in ends):
                     count = sum(end is not None for end in ends)
                     cells = [f"diverged under {count} of {len(ends)} seeds", *blank]
-                lines.append(["", self._variant(quirks), *cells])
+                lines.append([name, self.variant(quirks), *cells])
+                name = ""
         return lines
 
     def chosen(self) -> list[str]:
         """The settings that were chosen from grids."""
         return [
-            f"{', '.join(filter(None, (row, part, self._variant(quirks) if self.recipe.quirky else '')))}: "
+            f"{', '.join(filter(None, (row, part, self.variant(quirks) if self.recipe.quirky else '')))}: "
             f"{listed(task.tried)}"
             for (part, row, quirks), task in self.tasks.items()
             if task.tried
@@ -325,7 +313,7 @@ class Reproduction:
         for quirks in self.variants:
             known = [cell.within for _, _, cell in self.cells(quirks) if cell.within is not None]
             verdicts = [entry.verdict for entry in self.judged(quirks)]
-            words = f"{self._variant(quirks)}: "
+            words = f"{self.variant(quirks)}: "
             if known and not self.shortened:
                 words += f"{sum(known)} of {len(known)} cells are within {WITHIN:g} spreads of the paper's"
             else:
@@ -346,12 +334,12 @@ class Reproduction:
 
     def _legend(self) -> str:
         arrows = "↑ larger is better, ↓ smaller is."
-        if self.shortened:
+        if self.shortened or not any(row.numbers for row in self.rows):
             return arrows
         said = (
             f"In brackets: ours minus the paper's, in units of the paper's spread; ✓ within {WITHIN:g} of them, ✗ not"
         )
-        if any(not row.spread for row in self.rows):
+        if any(row.numbers and not row.spread for row in self.rows):
             said += '; "own": the paper gives no spread, so the unit is our standard deviation over the seeds'
         return f"{said}. {arrows}"
 
@@ -369,13 +357,13 @@ class Reproduction:
         for part in self.recipe.parts:
             lines += [part.name] if part.name else []
             if part.unavailable:
-                lines += [f"not available: {part.unavailable}", ""]
-            else:
+                lines += [f"not available: {part.unavailable}"]
+            if part in self.parts() or (part.unavailable and not self.only_parts):
                 lines += [_clipped_table(self.table(part)), ""]
         lines += [self._legend(), ""]
         for quirks in self.variants:
             judged = self.judged(quirks)
-            lines += [f"Claims ({self._variant(quirks)}):"] if judged else []
+            lines += [f"Claims ({self.variant(quirks)}):"] if judged else []
             for entry in judged:
                 place = f" [{entry.part.name}]" if entry.part.name else ""
                 lines.append(f"  {self._verdict(entry)}: {entry.claim.says}{place} ({entry.why})")
@@ -395,16 +383,19 @@ class Reproduction:
         spread = recipe.plus_minus or "The paper gives no spread."
         lines += [f"{spread} Ours: mean ± standard deviation (of a sample) over {len(self.seeds)} seeds.", ""]
         lines += [self._legend(), ""]
+        if recipe.figure is not None and self.tasks:
+            lines += [f"![{recipe.title}]({DRAWING})", ""]
         for part in recipe.parts:
+            if self.only_parts and part.name not in self.only_parts:
+                continue
             lines += [f"## {part.name}", ""] if part.name else ["## The table", ""]
             if part.unavailable:
                 lines += [f"Not available: {part.unavailable}", ""]
-                continue
             head, *body = self.table(part)
             lines += [_line(head), "|---|---|" + "---:|" * (len(head) - 2), *map(_line, body), ""]
-        if recipe.claims:
+        if self.judged(self.variants[0]):
             lines += ["## What the paper says", ""]
-            lines += ["| claim | " + " | ".join(map(self._variant, self.variants)) + " |"]
+            lines += ["| claim | " + " | ".join(map(self.variant, self.variants)) + " |"]
             lines += ["|---|" + "---|" * len(self.variants)]
             for entries in zip(*(self.judged(quirks) for quirks in self.variants), strict=True):
                 first = entries[0]
@@ -428,13 +419,15 @@ class Reproduction:
         lines += ["## How", ""]
         for part, quirks in itertools.product(self.parts(), self.variants):
             mine = [task for (name, _, on), task in self.tasks.items() if (name, on) == (part.name, quirks)]
-            where = ", ".join(filter(None, (part.name, self._variant(quirks))))
+            where = ", ".join(filter(None, (part.name, self.variant(quirks))))
             lines += [f"- {where}: {said}" for said in dict.fromkeys(task.experiment.setting() for task in mine)]
+        lines += [f"- {row.name} is not in the paper: {row.added}." for row in self.rows if row.added]
         lines += [f"- {note}" for note in recipe.notes]
         from evenhand import __version__
 
         made = f"evenhand {__version__}, torch {torch.__version__}, {datetime.date.today().isoformat()}"
-        lines += [f"- {self._took()}", f"- Every row and seed is in {CSV}. Made by {made}."]
+        kept = f"Every row and seed is in {CSV}" + (f", what is drawn in {SERIES}" if recipe.figure else "")
+        lines += [f"- {self._took()}", f"- {kept}. Made by {made}."]
         return "\n".join(lines) + "\n"
 
 
@@ -473,6 +466,7 @@ def reproduce(
     rounds: int | None = None,
     seeds: int | Sequence[int] | None = None,
     only: Sequence[str] = (),
+    parts: Sequence[str] = (),
     quirks: str = "both",
     data_dir: str | Path | None = None,
     device: str | None = None,
@@ -482,16 +476,17 @@ def reproduce(
     settings: Settings | None = None,
     progress: Progress | None = None,
 ) -> Reproduction:
-    """Run a paper's table again and set its numbers beside ours.
+    """Run a paper's table or figure again and set its numbers beside ours.
 
     Args:
         name: a recipe (`recipes()` lists them), or the path of one of your own.
         rounds, seeds: less than the paper's, for a first look; the result says so. Seeds: how many of the recipe's
             (from the first on), or which.
         only: rows, by name or by the beginning of it.
+        parts: of the table, by name or by the beginning of it, such as those whose data is here.
         quirks: "on" follows the published code, "off" the paper's text, "both" runs the two.
         data_dir, device: as in `simulate`.
-        out: a folder for the CSV and the page; a row and seed that its CSV holds already is not run again.
+        out: a folder for the CSV, the page and the figure; a row and seed that its CSV holds already is not run again.
         together: how many runs train as one program at most; less takes less memory.
         jobs: programs that run at the same time, each in a process of its own: worth it on a GPU beside many cores.
         settings: other changes of the experiment, for every row.
@@ -507,15 +502,16 @@ def reproduce(
         recipe,
         chosen_seeds,
         rounds,
-        _only(recipe, only),
+        tuple(_picked(recipe, "row", recipe.rows, only)),
         ({"both": (True, False), "on": (True,), "off": (False,)}[quirks] if recipe.quirky else (False,)),
         changes,
         None if out is None else Path(out),
+        tuple(part.name for part in _picked(recipe, "part", recipe.parts, parts)) if parts else (),
     )
     more: dict[str, Any] = {**changes, **({} if rounds is None else {"rounds": rounds})}
     more |= {} if device is None else {"device": device}
     more |= {} if data_dir is None else {"data_dir": str(data_dir)}
-    runner = Runner(recipe, found, together or recipe.together, jobs, progress)
+    runner = Runner(recipe, found.folder, together or recipe.together, jobs, progress)
     started = perf_counter()
     trials = [task for task in _tasks(found, more, "trial") if len(task.row.tries()) > 1]
     if trials:
@@ -531,6 +527,8 @@ def reproduce(
     if found.folder is not None:
         with writing(found.folder):
             storage.write_bytes(found.folder / PAGE, found.markdown().encode())
+            if recipe.figure is not None and found.tasks:
+                storage.write_bytes(found.folder / DRAWING, drawing(found).encode())
     return found
 
 
@@ -550,24 +548,25 @@ def _seeds(recipe: Recipe, seeds: int | Sequence[int] | None) -> tuple[int, ...]
     return replace(recipe.experiment, seeds=tuple(seeds)).seeds
 
 
-def _only(recipe: Recipe, only: Sequence[str]) -> tuple[Row, ...]:
-    if not only:
-        return recipe.rows
-    picked: list[Row] = []
+def _picked(recipe: Recipe, kind: str, there: Sequence[Any], only: Sequence[str]) -> list[Any]:
+    """Rows or parts by name, or by the beginning of it; all where none is asked for."""
+    picked: list[Any] = [] if only else list(there)
     for wanted in only:
-        exact = [row for row in recipe.rows if row.name.lower() == wanted.lower()]
-        matches = exact or [row for row in recipe.rows if row.name.lower().startswith(wanted.lower())]
+        exact = [entry for entry in there if entry.name.lower() == wanted.lower()]
+        matches = exact or [entry for entry in there if entry.name.lower().startswith(wanted.lower())]
         if not matches:
-            known = [row.name for row in recipe.rows]
+            known = [entry.name for entry in there]
             raise EvenhandError(
-                f"{recipe.name} has no row {wanted!r}{near_miss(wanted, known)} (its rows: {', '.join(known)})"
+                f"{recipe.name} has no {kind} {wanted!r}{near_miss(wanted, known)} (its {kind}s: {', '.join(known)})"
             )
         picked += matches
-    return tuple(row for row in recipe.rows if row in picked)
+    return [entry for entry in there if entry in picked]
 
 
 def _tasks(found: Reproduction, more: Settings, stage: str) -> Iterator[Task]:
     recipe = found.recipe
+    points = recipe.figure.points if recipe.figure is not None and stage == "final" else 10
+    measure = "all" if any(map(needs_all, recipe.measures())) and stage == "final" else "needed"
     for part, row, quirks in itertools.product(found.parts(), found.rows, found.variants):
         if row.unavailable:
             continue
@@ -576,8 +575,8 @@ def _tasks(found: Reproduction, more: Settings, stage: str) -> Iterator[Task]:
             if stage == "trial" and recipe.choose is not None:
                 described = described.with_settings(recipe.choose.settings)
             described = described.with_settings(more)
-            spaced = max(1, described.rounds // 10)  # evaluations on the way are for the progress bar alone
-            described = replace(described, eval_every=spaced, measure="needed")
+            spaced = max(1, described.rounds // points)  # of a table for the progress bar alone
+            described = replace(described, eval_every=spaced, measure=measure)
             yield Task(part, row, quirks, tried, described, stage)
 
 
@@ -598,235 +597,6 @@ def _final(
         key = (task.part.name, task.row.name, task.quirks)
         if key not in best_of or best_of[key][1] == task.tried:
             yield task
-
-
-class Runner:
-    """Runs tasks that are not in the CSV yet, as few programs as possible."""
-
-    def __init__(
-        self, recipe: Recipe, found: Reproduction, together: int, jobs: int, progress: Progress | None
-    ) -> None:
-        number("together", together, low=1, whole=True)
-        number("jobs", jobs, low=1, whole=True)
-        self.recipe, self.progress, self.together, self.jobs = recipe, progress, together, jobs
-        self.folder = found.folder
-        self.measures = recipe.measures()
-        self.results: dict[tuple[str, int], Result] = {}
-        self.written: set[tuple[str, ...]] = set()
-        self.ran = self.found = 0
-        if self.folder is not None:
-            with writing(self.folder):
-                self.folder.mkdir(parents=True, exist_ok=True)
-            self._read(self.folder / CSV)
-
-    def run(self, tasks: Sequence[Task], seeds: Sequence[int]) -> None:
-        known = {(task.digest, seed) for task in tasks for seed in seeds} & set(self.results)
-        self.found += len(known)
-        programs = list(self._programs(tasks, seeds))
-        if self.jobs == 1 or len(programs) < 2:
-            for program in programs:
-                self._keep(program, outcomes(program, self.measures, self.progress))
-        else:
-            self._side_by_side(programs)
-        for task in tasks:
-            self._write(task, seeds)
-
-    def _side_by_side(self, programs: Sequence[Program]) -> None:
-        """Several processes; the largest programs first, so that none is left alone at the end."""
-        workers = min(self.jobs, len(programs))
-        threads = max(1, (os.cpu_count() or 1) // workers)
-        apart = multiprocessing.get_context("spawn")  # a process that has used a GPU cannot be forked
-        label, done = f"{len(programs)} programs, {workers} at a time", 0
-        with ProcessPoolExecutor(workers, apart, torch.set_num_threads, (threads,)) as pool:
-            ordered = sorted(programs, key=lambda program: -len(program.tasks) * len(program.seeds))
-            waiting: dict[Future[Outcomes], Program] = {
-                pool.submit(outcomes, program, self.measures): program for program in ordered
-            }
-            try:
-                for finished in as_completed(waiting):
-                    self._keep(waiting[finished], finished.result())
-                    done += 1
-                    if self.progress is not None:
-                        self.progress(Status(label, done, len(programs), ()))
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
-
-    def _keep(self, program: Program, found: Outcomes) -> None:
-        for task in program.tasks:
-            for seed in program.seeds:
-                self.results[task.digest, seed] = found[task.digest, seed]
-                self.ran += 1
-            self._write(task, program.seeds)
-
-    def _programs(self, tasks: Sequence[Task], seeds: Sequence[int]) -> Iterator[Program]:
-        """Tasks that differ in the method alone and train alike, with the seeds that they still need."""
-        groups: dict[str, list[Task]] = {}
-        once = {task.digest: task for task in tasks}
-        for task in once.values():
-            missing = [seed for seed in seeds if (task.digest, seed) not in self.results]
-            if missing:
-                method = task.experiment.method
-                shared = {name: value for name, value in task.experiment.to_dict().items() if name != "method"}
-                apart = method.objective.name if method.objective.name in APART else ""
-                kind = [shared, method.training, apart, missing]
-                groups.setdefault(json.dumps(kind, sort_keys=True, default=str), []).append(task)
-        share = math.ceil(len(once) * len(seeds) / self.jobs)  # so that every process has something to do
-        for group in groups.values():
-            missing = [seed for seed in seeds if (group[0].digest, seed) not in self.results]
-            # A CPU plays replicas one after another anyway: small programs leave finished rows behind sooner.
-            most = 1 if group[0].experiment.torch_device().type == "cpu" else min(self.together, share)
-            for some in _batched(missing, most if most > 1 else len(missing)):
-                for few in _batched(group, max(1, most // len(some))):
-                    yield Program(replace(few[0].experiment, seeds=tuple(some)), list(few))
-
-    # ---- the CSV
-
-    def _read(self, path: Path) -> None:
-        if not path.is_file():
-            return
-        with path.open(newline="", encoding="utf-8") as file:
-            table = csv.DictReader(file)
-            if table.fieldnames != [*FACTS, *self.measures]:
-                raise EvenhandError(
-                    f"{str(path)!r} was written for another table, or by another version; choose another folder (--out)"
-                )
-            for line in table:
-                if None in line.values():  # a sudden end in the middle of a line
-                    continue
-                found = {name: float(line[name]) for name in self.measures}
-                ended = int(line["diverged"]) if line["diverged"] else None
-                self.results[line["digest"], int(line["seed"])] = Result(found, float(line["seconds"]), ended)
-                self.written.add(_identity(line))
-
-    def _write(self, task: Task, seeds: Sequence[int]) -> None:
-        """Append what is there and not in the file yet."""
-        if self.folder is None:
-            return
-        path = self.folder / CSV
-        with writing(self.folder), path.open("a", newline="", encoding="utf-8") as file:
-            table = csv.DictWriter(file, [*FACTS, *self.measures], lineterminator="\n")
-            if file.tell() == 0:
-                table.writeheader()
-            for seed in seeds:
-                result = self.results.get((task.digest, seed))
-                line = {
-                    "part": task.part.name,
-                    "row": task.row.name,
-                    "stage": task.stage,
-                    "quirks": "on" if task.quirks else "off",
-                    "setting": task.setting,
-                    "seed": str(seed),
-                    "rounds": str(task.experiment.rounds),
-                    "digest": task.digest,
-                }
-                if result is None or _identity(line) in self.written:
-                    continue
-                self.written.add(_identity(line))
-                ended = "" if result.diverged is None else str(result.diverged)
-                told = {name: repr(float(value)) for name, value in result.measures.items()}
-                table.writerow({**line, "diverged": ended, "seconds": f"{result.seconds:.3f}", **told})
-
-
-def _identity(line: Mapping[str, str]) -> tuple[str, ...]:
-    return tuple(line[name] for name in ("part", "row", "stage", "quirks", "seed", "digest"))
-
-
-def _batched(entries: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
-    for start in range(0, len(entries), size):
-        yield entries[start : start + size]
-
-
-@dataclass(frozen=True)
-class Program:
-    """Tasks that train as one program, under the experiment's seeds."""
-
-    experiment: Experiment
-    tasks: list[Task]
-
-    @property
-    def seeds(self) -> tuple[int, ...]:
-        return self.experiment.seeds
-
-    @property
-    def label(self) -> str:
-        first = self.tasks[0]
-        said = f"{first.row.name}{f' and {len(self.tasks) - 1} more' if len(self.tasks) > 1 else ''}"
-        said = f"{first.part.name}: {said}" if first.part.name else said
-        return f"trial, {said}" if first.stage == "trial" else said
-
-    def divided(self) -> list[Program]:
-        """Each task alone, or else each seed alone."""
-        if len(self.tasks) > 1:
-            return [Program(self.experiment, [task]) for task in self.tasks]
-        return [Program(replace(self.experiment, seeds=(seed,)), self.tasks) for seed in self.seeds]
-
-
-Outcomes = dict[tuple[str, int], Result]
-
-
-def outcomes(program: Program, measures: Sequence[str], progress: Progress | None = None) -> Outcomes:
-    """What a program gives. A run that diverges does not take the others with it: they are then run apart."""
-    experiment, tasks = program.experiment, program.tasks
-    started = perf_counter()
-    try:
-        runs = played(
-            experiment, [task.experiment.method for task in tasks], _data(experiment), progress, program.label
-        )
-    except Diverged as end:
-        if len(tasks) == len(program.seeds) == 1:
-            lost = Result(dict.fromkeys(measures, math.nan), 0.0, end.round)
-            return {(tasks[0].digest, program.seeds[0]): lost}
-        return {key: one for part in program.divided() for key, one in outcomes(part, measures, progress).items()}
-    seconds = (perf_counter() - started) / (len(tasks) * len(program.seeds))
-    return {
-        (task.digest, seed): Result({name: measured(run, name) for name in measures}, seconds)
-        for task, of_seeds in zip(tasks, runs, strict=True)
-        for seed, run in zip(program.seeds, of_seeds, strict=True)
-    }
-
-
-_loaded: dict[str, Dataset] = {}  # the last one used
-
-
-def _data(experiment: Experiment) -> Dataset:
-    key = json.dumps([experiment.data, experiment.data_dir, dict(experiment.data_options)], default=str)
-    if key not in _loaded:
-        _loaded.clear()
-        _loaded[key] = load_data(experiment)
-    return _loaded[key]
-
-
-def played(
-    experiment: Experiment, methods: Sequence[Method], dataset: Dataset, progress: Progress | None, label: str
-) -> list[list[Run]]:
-    """Every method under every seed as one program."""
-    simulation = prepare(experiment, methods, dataset)
-    recorder = Recorder(simulation, None, progress=progress, label=label)
-    recorder.run()
-    found = iter(runs_of(experiment, recorder))
-    return [[next(found) for _ in experiment.seeds] for _ in methods]
-
-
-def measured(run: Run, name: str) -> float:
-    """A measure of a run at its end: one of its own, the worst or best share, one client, or conflicts a round."""
-    word, _, argument = name.partition(":")
-    if word in ("worst", "best") and argument:
-        tail = worst if word == "worst" else best
-        return float(tail(run.accuracies[np.isfinite(run.accuracies)], float(argument)))
-    if word == "client" and argument:
-        if argument not in run.names:
-            raise EvenhandError(f"the measure {name!r}: no client has that name (there are {', '.join(run.names[:5])})")
-        return float(run.accuracies[run.names.index(argument)])
-    if word == "conflicts":
-        return float(np.mean([entry["conflicts"] for entry in run.rounds if "conflicts" in entry]))
-    if word == "layer_conflicts":
-        layers = [entry["layer_conflicts"] for entry in run.rounds if "layer_conflicts" in entry]
-        place = int(argument)
-        if not layers or place > len(layers[0]) or place < 1:
-            raise EvenhandError(f"the measure {name!r}: the model has {len(layers[0]) if layers else 0} layers")
-        return float(np.mean([entry[place - 1] for entry in layers]))
-    return run.measures()[name]
 
 
 def _device_name(experiment: Experiment) -> str:

@@ -63,6 +63,7 @@ SPACES: dict[str, Space] = {
     "indfair": {"gamma": (0.1, 0.3, 1.0, 3.0)},
     "cenfair": {"gamma": (0.1, 0.3, 1.0, 3.0)},
     "fedadam": {"eta": (0.001, 0.01, 0.1, 1.0), "tau": (1e-4, 1e-3, 1e-2)},
+    "fedamsgrad": {"eta": (0.001, 0.01, 0.1, 1.0), "tau": (1e-4, 1e-3, 1e-2)},
     "fedyogi": {"eta": (0.001, 0.01, 0.1, 1.0), "tau": (1e-4, 1e-3, 1e-2)},
     "fedadagrad": {"eta": (0.001, 0.01, 0.1, 1.0), "tau": (1e-4, 1e-3, 1e-2)},
 }

@@ -600,6 +600,54 @@ def fairfed(updates, sizes, fairness, fairness_global, accuracies, accuracy_glob
     return update, {"weights": weights}
 
 
+# What FedLF's public code makes of other papers' methods
+
+
+def afl_by_place(updates, losses, weights, step):
+    """AFL whose weights belong to places in the cohort: (update, new weights)."""
+    weights = np.full(len(updates), 1 / len(updates)) if weights is None else weights
+    return weights @ updates, np.asarray(project_to_simplex(list(weights + step * np.asarray(losses))))
+
+
+def fedfv_late_window(updates, losses, clients, round, state, alpha, tau):
+    """FedFV whose window is the rounds t - tau + 1 ... t, the present clients included."""
+    history = {} if state is None else dict(state)
+    count = len(updates)
+    order = np.argsort(losses, kind="stable")
+    kept = set(order[int(np.ceil((count - 1) * (1 - alpha))) :].tolist()) if alpha > 0 else set()
+    projected = []
+    for i in range(count):
+        own = updates[i].copy()
+        for j in order:
+            if i not in kept and j != i and updates[j] @ own < 0:
+                own = own - (updates[j] @ own) / (updates[j] @ updates[j]) * updates[j]
+        projected.append(own)
+    total = np.mean(projected, axis=0)
+    history.update({client: (round, update) for client, update in zip(clients, updates, strict=True)})
+    if round + 1 >= tau:
+        for back in range(tau - 1, -1, -1):
+            seen = [g for last, g in history.values() if last == round - back and g @ total < 0]
+            if seen and total @ sum(seen) < 0:
+                against = sum(seen)
+                total = total - (total @ against) / (against @ against) * against
+    return total / np.linalg.norm(total) * np.linalg.norm(updates.mean(axis=0)), history
+
+
+def fedfa_inverted(updates, accuracies, clients, round, state, alpha, beta, gamma):
+    """FedFa with raw accuracies (in percent) and frequencies over sums of information, and heavy-ball momentum."""
+    state = {"counts": {}, "ball": np.zeros(updates.shape[1])} if state is None else state
+    counts = dict(state["counts"])
+    for client in clients:
+        counts[client] = counts.get(client, 0) + 1
+    shares = np.array([counts[client] for client in clients]) / (round + 1)
+    percent = 100 * np.asarray(accuracies)
+    of_accuracy = -np.log2(percent / percent.sum() + 1e-6).sum()
+    of_frequency = -np.log2(1 - shares / shares.sum() + 1e-6).sum()
+    weights = alpha * percent / of_accuracy + beta * shares / of_frequency
+    ball = gamma * state["ball"] + (weights / weights.sum()) @ updates
+    return ball, {"counts": counts, "ball": ball}
+
+
 # Server steps on a combined update
 
 
@@ -644,6 +692,16 @@ def fedyogi(u, state, lr, beta1, beta2, tau, bias_correction=False):
         return second - (1 - beta2) * square * np.sign(second - square)
 
     return fedopt(u, state, lr, beta1, tau, second_moment, adam_correction(beta1, beta2, bias_correction))
+
+
+def fedamsgrad(u, state, lr, beta1, beta2, tau):
+    """FedAMSGrad (Tong et al. 2020): FedAdam with the largest second moment so far in the denominator."""
+    if state is None:
+        state = {"first": np.zeros_like(u), "second": np.zeros_like(u), "largest": np.zeros_like(u)}
+    first = beta1 * state["first"] + (1 - beta1) * -u
+    second = beta2 * state["second"] + (1 - beta2) * u**2
+    largest = np.maximum(state["largest"], second)
+    return -lr * first / (np.sqrt(largest) + tau), {"first": first, "second": second, "largest": largest}
 
 
 def fedadagrad(u, state, lr, tau, beta1=0.0):

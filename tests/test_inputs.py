@@ -610,7 +610,7 @@ def test_no_round_yields_nan_or_a_warning(name, awkward, dtype):
             assert (out.update == 0.0).all() or index > 0  # momentum may still roll
 
 
-ADAPTIVE = ["fedadam", "fedyogi", "fedadagrad"]
+ADAPTIVE = ["fedadam", "fedamsgrad", "fedyogi", "fedadagrad"]
 WITH_A_UNIT = ["qffl", "fedmgda+", *ADAPTIVE]  # their step depends on the unit of the updates by design
 
 

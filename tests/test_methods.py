@@ -436,3 +436,14 @@ def test_equal_losses_and_equal_updates_are_the_update_itself(name):
         name, np.repeat(row, 5, axis=0), np.ones(5), np.ones(5), **({"length": "mean"} if name == "fedmgda+" else {})
     )
     np.testing.assert_allclose(out.update, row[0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("losses", [[1.0, 1.0, 1.0], [1.0, 2.0, 3.0], [3.0, 2.0, 1.0]])
+def test_fedlfs_figure_1(losses):
+    """Its three clients: FedLF's direction goes against none; the mean, FedFV's and FedMGDA+'s go against somebody."""
+    updates = np.array([[-1.0, 0.5, 0.0], [0.8, -1.0, 0.0], [1.0, 1.0, -1.0]])
+    given = {"losses": losses, "sizes": [1, 1, 1], "lr": 0.1}
+    for name in ("fedlf", "fedlf:normalise=false", "even"):
+        assert (updates @ eh.aggregate(name, updates, **given).update > 0.0).all()
+    for name in ("fedavg:weights=uniform", "fedfv:alpha=0,tau=0", "fedfv:alpha=0.1,tau=0", "fedmgda+:epsilon=0.1"):
+        assert (updates @ eh.aggregate(name, updates, **given).update < 0.0).any()

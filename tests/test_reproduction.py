@@ -18,6 +18,7 @@ from evenhand.recipe import FOLDER, find_recipe, read_recipe
 from evenhand.reproduction import FAILS, HOLDS, UNTOLD, Result, reproduce
 
 ROOT = Path(__file__).resolve().parents[1]
+OUR_PARTS = ("CIFAR-10 with label noise",)  # in which the paper has no numbers
 
 TINY = """
 title = "Digits, tiny"
@@ -113,17 +114,19 @@ def test_every_recipe_is_sound(name):
     found = find_recipe(name)  # checks methods, settings, data, partitions, models and the number of numbers
     assert found.title
     assert found.citation
-    assert found.claims
+    assert found.claims or found.figure
+    assert not any(row.numbers for row in found.rows if row.added)
     for row in found.rows:
-        assert set(row.numbers) == {part.name for part in found.parts}
+        if not row.added and found.figure is None:
+            assert set(row.numbers) == {part.name for part in found.parts}
         for part, values in row.numbers.items():
             assert len(values) == len(found.columns)
-            assert any(value is not None for value in values)
+            assert any(value is not None for value in values) or part in OUR_PARTS
             if row.spread:
                 assert all(value is None or value >= 0 for value in row.spread[part])
     for part in found.parts:
         for place, column in enumerate(found.columns):  # accuracies are accuracies in the paper's unit
-            printed = [row.numbers[part.name][place] for row in found.rows]
+            printed = [row.numbers[part.name][place] for row in found.rows if row.numbers]
             if column.measure.startswith(("mean", "worst", "best", "client", "pooled_accuracy")):
                 assert all(value is None or 0 <= value <= column.scale for value in printed)
 
@@ -137,15 +140,37 @@ def test_the_stated_number_of_runs_is_right(name):
     final = {(t.part.name, t.row.name, t.quirks): t.digest for t in reproduction._tasks(whole, {}, "final")}
     seeds = 0 if found.choose is None else len(found.choose.seeds)
     runs = len(trials) * seeds + len(set(final.values())) * len(found.experiment.seeds)
-    assert found.takes.startswith(f"{runs:,} runs of ")
+    assert found.takes.startswith(f"{runs:,} runs of ") if runs else found.takes == "nothing to run"
 
 
-def test_the_asked_for_tables_are_there():
-    wanted = (
-        "fedfv/table2 fedfv/table3 fedfv/table4 fedlf/table1 fedlf/table2 fedlf/table4 adafed/table1 adafed/table10"
-    )
-    wanted += " fedfa/table2 mfairfl/table1 mfairfl/table2 mfairfl/table3 mfairfl/tableS2"
-    assert set(wanted.split()) <= set(recipe.names())
+def test_the_papers_tables_and_figures_are_there():
+    wanted = {"fedfv/fig2", "fedlf/fig2", "fedlf/fig3", "fedlf/fig4", "adafed/theorems", "fedfa/table2", "fedfa/fig2"}
+    wanted |= {f"fedfv/table{n}" for n in (2, 3, 4)} | {f"fedlf/table{n}" for n in range(1, 10)}
+    wanted |= {f"adafed/table{n}" for n in (*range(1, 5), *range(7, 20))} | {f"adafed/fig{n}" for n in range(2, 8)}
+    wanted |= {f"mfairfl/{n}" for n in ("table1", "table2", "table3", "tableS2", "tableS3", "figS1")}
+    wanted |= {f"fedfa/fig{n}" for n in (6, 7, 8, 9)} | {"adafed/table1-setup2", "adafed/table10-setup2"}
+    assert wanted <= set(recipe.names())
+
+
+COMPARING = [name for name in recipe.names() if len({row.method.split(":")[0] for row in find_recipe(name).rows}) > 1]
+
+
+@pytest.mark.parametrize("name", COMPARING)
+def test_our_method_stands_in_every_comparison_and_in_no_claim_of_the_paper(name):
+    found = find_recipe(name)
+    if not all(part.unavailable for part in found.parts) or found.paper.startswith("AdaFed"):
+        assert any(row.method.startswith("even") and row.added for row in found.rows)
+    added = {row.name for row in found.rows if row.added}
+    for claim in found.claims:
+        if not claim.says.startswith("Asked by us"):
+            assert not added & {*claim.rows, *claim.than}
+
+
+def test_every_method_has_the_learning_rates_of_the_others():
+    for name in recipe.names():
+        grids = {str(row.grid.get("lr")) for row in find_recipe(name).rows if row.added and row.grid}
+        others = {str(row.grid.get("lr")) for row in find_recipe(name).rows if not row.added and row.grid}
+        assert not grids or not others or grids <= others
 
 
 @pytest.mark.parametrize(
@@ -163,6 +188,12 @@ def test_the_asked_for_tables_are_there():
         ("fedfa/table2", "FedFa", "Synthetic_1_1", (76.88, 37.03, 100.00, 603.69), None),
         ("mfairfl/tableS2", "mFairFL (DP)", "Bank", (0.853, 0.003, 0.002, 0.004, 0.026), None),
         ("mfairfl/table1", "CenFL (AP)", "Adult", (0.812, 0.014, 0.008, 0.013, None), None),
+        ("mfairfl/tableS3", "FairFed", "Bank", (0.804, 0.004, 0.013, 0.007, 0.009, 0.005, 0.009, 0.135), None),
+        ("adafed/table1-setup2", "TERM", "", (64.15, 5.90, 56.21, 72.20), None),
+        ("adafed/table3", "AdaFed", "FEMNIST-skewed", (92.21, 7.56, 9.44, 0.011), None),
+        ("adafed/table16", "AdaFed γ=10", "TinyImageNet", (17.05, 2.38, 12.58, 23.67), None),  # noqa: RUF001
+        ("adafed/fig5", "AdaFed", "", (None, 400), None),
+        ("fedlf/table9", "FedFV", "CIFAR-10 - 100% Online", (24806, 87105), None),
     ],
 )
 def test_numbers_are_the_papers(name, row, part, numbers, spread):
@@ -318,6 +349,167 @@ def test_what_diverges_takes_nobody_with_it(tiny, tmp_path):
     assert "diverged under 2 of 2 seeds" in str(found)
     assert np.isfinite(found.cells(False)[0][2].mean)
     assert reproduce(tiny, only=["FedAvg", "Wild"], quirks="off", out=tmp_path / "out").ran == 0
+
+
+# ------------------------------------------------------------------------------------------------ rows and parts
+
+
+ADDED = """
+[[rows]]
+name = "even"
+method = "even"
+added = "our own method"
+
+[[claims]]
+says = "q-FFL is better than all"
+column = "Ave."
+rows = ["q-FFL"]
+
+[[claims]]
+says = "q-FFL is over 40"
+column = "Ave."
+rows = ["q-FFL"]
+bound = 40
+"""
+
+
+def test_a_claim_about_all_others_does_not_mean_our_own_rows(tiny):
+    tiny.write_text(tiny.read_text() + ADDED)
+    found = planted(tiny, [0.40, 0.41, 0.40, 0.42], [0.45, 0.46, 0.47, 0.45])
+    digest = found.tasks["", "even", False].digest
+    for seed in range(4):
+        found.results[digest, seed] = Result({"mean": 0.9, "std_pp": 1.0, "std": 0.01})
+    _, everyone, number = found.judged(False)
+    assert (everyone.verdict, everyone.why) == (UNTOLD, "not run: Mystery")
+    assert "even" not in everyone.why
+    assert number.verdict == HOLDS
+    assert "q-FFL against 40: +5.75" in number.why
+    low = planted(tiny, [0.40, 0.41, 0.40, 0.42], [0.35, 0.36, 0.37, 0.35])
+    assert low.judged(False)[2].verdict == FAILS
+    page = found.markdown()
+    assert "even is not in the paper: our own method." in page
+    assert "| even | ours, quirks off |" in page  # and no line of the paper's
+    assert "| even | paper |" not in page
+
+
+def test_parts_are_run_one_by_one(tiny, tmp_path):
+    two = '[[parts]]\nname = "Here"\n\n[[parts]]\nname = "There"\nsettings = { data = "sent140" }\n\n[[rows]]'
+    changed(tiny, "[[rows]]", two)
+    text = tiny.read_text()
+    for numbers in ("[50.0, 20.0]", '[51.0, "none"]', "[99.0, 1.0]", "[1.0, 0.5]", '[1.0, "none"]'):
+        text = text.replace(f"= {numbers}", f"= {{ Here = {numbers}, There = {numbers} }}")
+    tiny.write_text(text)
+    with pytest.raises(eh.EvenhandError, match=r"parts are run one by one with --part: Here, There"):
+        reproduce(tiny, only=["FedAvg"], quirks="off", data_dir=tmp_path)
+    found = reproduce(tiny, only=["FedAvg"], parts=["her"], quirks="off")
+    assert found.scaled_down() == ["1 of 3 rows", "1 of 2 parts"]
+    assert "There" not in found.markdown().split("## How")[0]
+    with pytest.raises(eh.EvenhandError, match="has no part 'Nowhere'"):
+        reproduce(tiny, parts=["Nowhere"])
+
+
+def test_a_quirk_may_hold_in_one_part(tiny):
+    found = find_recipe("fedlf/table5")
+    ditto = next(row for row in found.rows if row.name == "Ditto")
+    steps = [found.described(part, ditto, True, {}).method.server.eta for part in found.parts]
+    assert np.allclose(steps, [1 - 0.99**20, 1 - 0.99**50, 1 - 0.99**100], atol=1e-6)
+    assert found.described(found.parts[0], ditto, False, {}).method.server.eta == 1.0
+    changed(tiny, 'method = "fedavg"', 'method = "fedavg"\nquirks = { Nowhere = { lr = 1 } }')
+    with pytest.raises(eh.EvenhandError, match=r"rows\[0\].quirks.Nowhere: is not a part of the table"):
+        read_recipe(tiny)
+
+
+def test_settings_that_came_later_leave_earlier_results_valid():
+    """The committed results of FedFV's Table 3 are still those of the recipe, but for the row that has a new quirk."""
+    with (ROOT / "docs" / "results" / "fedfv-table3" / "results.csv").open() as file:
+        kept = {line["row"]: line["digest"] for line in csv.DictReader(file) if line["quirks"] == "on"}
+    found = find_recipe("fedfv/table3")
+    whole = reproduction.Reproduction(found, found.experiment.seeds, None, found.rows, (True,), {})
+    tasks = {task.row.name: task for task in reproduction._tasks(whole, {}, "final")}
+    assert {name for name in kept if tasks[name].digest != kept[name]} <= {"FedFa"}
+    afl = next(task for name, task in tasks.items() if name.startswith("AFL"))
+    changed = afl.experiment.with_settings({"method.fedlf_code": True})
+    assert replace(afl, experiment=changed).digest != afl.digest
+
+
+# ------------------------------------------------------------------------------------------------ figures
+
+
+FIGURE = """
+[figure]
+kind = "curves"
+columns = ["Spread"]
+points = 3
+
+[[columns]]
+title = "Ave."
+"""
+
+
+def test_a_figure_is_drawn_and_not_run_again(tiny, tmp_path):
+    changed(tiny, '\n[[columns]]\ntitle = "Ave."\n', FIGURE)
+    out = tmp_path / "out"
+    first = reproduce(tiny, only=["FedAvg"], out=out)
+    assert first.ran == 4
+    with (out / "series.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    assert [line["at"] for line in lines if line["seed"] == "0" and line["quirks"] == "off"] == ["0", "1", "2", "3"]
+    column = first.recipe.columns[1]
+    at, off = first.curve(first.recipe.parts[0], first.rows[0], column, False)
+    _, on = first.curve(first.recipe.parts[0], first.rows[0], column, True)
+    assert off.shape == (2, 4)
+    runs = eh.simulate(
+        data="digits", partition="pat:2", clients=10, model="logistic", rounds=3, lr=0.1, participation=0.5,
+        seeds=2, eval_every=1, method="fedavg",
+    )  # fmt: skip
+    assert np.allclose(off, [run.curves["std_pp"] for run in runs])
+    assert np.array_equal(at, [0, 1, 2, 3])
+    assert not np.allclose(on, off)
+    picture = (out / "figure.svg").read_text()
+    assert picture.count('class="band"') == 2
+    assert "![Digits, tiny](figure.svg)" in (out / "results.md").read_text()
+    again = reproduce(tiny, only=["FedAvg"], out=out)
+    assert (again.ran, again.found) == (0, 4)
+    assert np.allclose(again.curve(again.recipe.parts[0], again.rows[0], column, False)[1], off)
+    (out / "series.csv").unlink()  # a number without its curve is run again
+    assert reproduce(tiny, only=["FedAvg"], out=out).ran == 4
+
+
+@pytest.mark.parametrize(
+    ("new", "said"),
+    [
+        ('kind = "curvs"', "figure.kind: 'curvs' must be one of curves, distribution, points"),
+        ('kind = "curves"\ncolumns = ["Averge"]', "figure.columns: the table has no 'Averge'"),
+        ('kind = "curves"\npoints = 1', "figure.points: 1 is too few"),
+        ('kind = "points"', "figure.x: is missing"),
+        ('kind = "points"\nx = "alpha"', "figure.x: 'alpha' is no column, and no row says where it stands"),
+        ('kind = "curves"\nwidth = 3', "figure.width: is not a key"),
+    ],
+)
+def test_a_bad_figure_is_refused(tiny, new, said):
+    changed(tiny, "[[columns]]", f"[figure]\n{new}\n\n[[columns]]")
+    with pytest.raises(eh.EvenhandError) as refused:
+        read_recipe(tiny)
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("figure", "charts", "inside"),
+    [
+        ('kind = "distribution"', 1, "accuracy, %"),
+        ('kind = "points"\nx = "Spread"', 1, "Ave. against Spread"),
+        ('kind = "points"\nx = "share"', 2, "share"),
+        ('kind = "curves"\nlines = "columns"', 2, "Ave., Spread over rounds"),
+    ],
+)
+def test_every_kind_of_figure(tiny, tmp_path, figure, charts, inside):
+    changed(tiny, "[[columns]]", f"[figure]\n{figure}\n\n[[columns]]")
+    changed(tiny, 'name = "FedAvg"', 'name = "FedAvg"\nat = 0.5')
+    changed(tiny, 'name = "q-FFL"', 'name = "q-FFL"\nat = 0.75')
+    reproduce(tiny, quirks="off", out=tmp_path)
+    picture = (tmp_path / "figure.svg").read_text()
+    assert picture.count("<svg ") == 1 + charts
+    assert inside in picture
 
 
 # ------------------------------------------------------------------------------------------------ refusals

@@ -177,6 +177,7 @@ def test_fairfed_weights_drift(seed):
             "fedadam:eta=0.1,tau=0.001,bias_correction=true",
             lambda u, s: oracles.fedadam(u, s, 0.1, 0.9, 0.99, 1e-3, bias_correction=True),
         ),
+        ("fedamsgrad:eta=0.1", lambda u, s: oracles.fedamsgrad(u, s, 0.1, 0.9, 0.99, 1e-3)),
         ("fedyogi:eta=0.02", lambda u, s: oracles.fedyogi(u, s, 0.02, 0.9, 0.99, 1e-3)),
         ("fedadagrad:eta=0.1", lambda u, s: oracles.fedadagrad(u, s, 0.1, 1e-3)),
         ("plain:eta=0.3", lambda u, s: (0.3 * u, None)),
@@ -193,7 +194,7 @@ def test_server_steps_follow_their_papers(server, oracle):
 
 
 def test_an_adaptive_step_leaves_untouched_coordinates_alone():
-    for name in ("fedadam", "fedyogi", "fedadagrad"):
+    for name in ("fedadam", "fedamsgrad", "fedyogi", "fedadagrad"):
         out = eh.aggregate(name, np.array([[1.0, 0.0], [2.0, 0.0]]), weights="uniform")
         assert out.update[1] == 0.0
         assert out.update[0] > 0.0

@@ -133,7 +133,7 @@ def test_remembered_updates_of_every_form_survive_the_disk(name, form, own, tmp_
         stored = eh.State.load(str(tmp_path / "state"))
 
 
-@pytest.mark.parametrize("server", ["momentum", "fedadam", "fedyogi", "average", "fedfa"])
+@pytest.mark.parametrize("server", ["momentum", "fedadam", "fedamsgrad", "fedyogi", "average", "fedfa"])
 def test_server_steps_survive_the_disk(server, tmp_path):
     held = stored = None
     for given in rounds(state_dicts):

@@ -26,7 +26,7 @@ from evenhand.engine.sampling import Sampling
 from evenhand.engine.training import Asked, Columns, Local, LocalWork, Shape, evaluate, samples_at_once
 from evenhand.geometry import Layout, Updates, launch, read_updates, settle, to_numpy
 from evenhand.methods import METHODS, Method
-from evenhand.objectives import Correction, Personal, Similarity
+from evenhand.objectives import Correction, Personal, Proximal, Similarity
 from evenhand.state import State
 from evenhand.streams import stream
 
@@ -127,6 +127,7 @@ class Turn:
 
 
 LONGEST = 256  # local steps that are captured as one graph; of more a round is long anyway
+SEEN = ("losses", "accuracies")  # what a rule may want to know after local training
 NOBODY = "no client answered: the model stays"
 MEASURES = {
     "all": "every participant's loss before and after the round, and so whose loss fell",
@@ -248,7 +249,7 @@ class Simulation:
         (losses, right), *products = to_numpy([measured, *itertools.chain(*launched)])
         if told is not None:
             measuring, (losses, right) = True, told.measured
-        trained = self._trained_losses(models, updates, ready)
+        trained = self._after_training(models, updates, ready)
         for number, turn in enumerate(turns):
             own = [products.pop(0) for _ in launched[number]]
             self._serve(number, ready, turn, own, (losses, right) if measuring else None, told, trained)
@@ -280,9 +281,10 @@ class Simulation:
             asked.append(here)
             sending = replica.method.training == "federated"  # who sends nothing cannot fail to
             lost.append(sampling.failed(replica.seed, index, here) if sending else np.zeros(len(here), dtype=bool))
-            whose.append((replica.seed, id(replica.partition), pooled, replica.course and id(replica)))
+            one = _one_batch(replica.method)
+            whose.append((replica.seed, id(replica.partition), pooled, replica.course and id(replica), one))
             if whose[-1] not in plans:
-                epochs = sampling.epochs(replica.seed, index, here, work.epochs)
+                epochs = sampling.epochs(replica.seed, index, here, 1 if one else work.epochs)
                 rng = stream(replica.seed, "batches", index)
                 plans[whose[-1]] = self._plan(replica, here, epochs, rng)
         counts = [len(here) for here in asked]
@@ -309,9 +311,10 @@ class Simulation:
         held, labels, size = replica.trained, replica.labels, self.settings.work.batch_size
         if labels is None and self.noisy:
             labels = self.dataset.labels[held.indices]
+        most = size if _one_batch(replica.method) else None
         if labels is None:
-            return plan([held[client] for client in clients], epochs=epochs, batch_size=size, rng=rng)
-        slots = [np.arange(*held.offsets[client : client + 2]) for client in clients]
+            return plan([held[client][:most] for client in clients], epochs=epochs, batch_size=size, rng=rng)
+        slots = [np.arange(*held.offsets[client : client + 2])[:most] for client in clients]
         steps = relabelled(plan(slots, epochs=epochs, batch_size=size, rng=rng), held.indices, labels)
         return mixed(steps, _mixup(replica.method), rng) if self.mixing else steps
 
@@ -324,11 +327,11 @@ class Simulation:
 
     def _columns(self, ready: Ready, pulls: Sequence[float], told: Told | None = None) -> Columns:
         """What differs from row to row because it differs from replica to replica; kept like the owners."""
-        work = self.settings.work
+        work, rate = self.settings.work, self.settings.work.rate(ready.round)
         momenta = [getattr(replica.method.objective, "client_momentum", work.momentum) for replica in ready.replicas]
         sharp = [sharpness(replica.method) if told is not None else 0.0 for replica in ready.replicas]
         named = {
-            "rates": [work.rate(ready.round)] * len(ready.replicas),
+            "rates": [_pace(replica.method, rate) * rate for replica in ready.replicas],
             "momentum": momenta,
             "pull": list(pulls),
             "sharpness": sharp,
@@ -386,7 +389,8 @@ class Simulation:
 
     def _train(self, models: Tensor, ready: Ready, measuring: bool, told: Told | None) -> tuple[Tensor, Tensor]:
         """Every row's update, and loss and accuracy of the model it received."""
-        columns = self._columns(ready, [_pull(replica.method) for replica in ready.replicas], told)
+        rate = self.settings.work.rate(ready.round)
+        columns = self._columns(ready, [_pull(replica.method, rate) for replica in ready.replicas], told)
         columns = self._looking_back(models, ready, self._leashed(ready, columns))
         if self.replayed is None and (self._rows is None or len(self._rows) != len(ready.owner)):
             self._rows = torch.empty(len(ready.owner), self.shape.total, device=self.device)  # fresh memory is slow
@@ -517,12 +521,12 @@ class Simulation:
 
     def _train_personal(self, models: Tensor, ready: Ready) -> None:
         """Ditto: the asked clients' own models take the same steps, pulled towards the received model."""
-        if not any(isinstance(replica.method.objective, Personal) for replica in ready.replicas):
+        if not any(_personal(replica.method) for replica in ready.replicas):
             return
         received = models[ready.owner]
         rows = received.clone()
         for number, replica in enumerate(ready.replicas):
-            if isinstance(replica.method.objective, Personal):
+            if _personal(replica.method):
                 if replica.personal is None:
                     replica.personal = replica.model.repeat(replica.partition.clients, 1)
                 chosen = torch.from_numpy(ready.asked[number]).to(self.device)
@@ -578,7 +582,7 @@ class Simulation:
         products: list[Floats],
         measured: tuple[Floats, Floats] | None,
         told: Told | None,
-        trained: Floats | None,
+        trained: tuple[Floats, Floats] | None,
     ) -> None:
         """The server's part of a round for one replica: rule, server step, record."""
         replica, asked, lost = ready.replicas[number], ready.asked[number], ready.lost[number]
@@ -596,6 +600,10 @@ class Simulation:
 
         clients = asked[turn.kept]
         losses, right = (None, None) if measured is None else (part[rows][turn.kept] for part in measured)
+        wanted = _wants_trained(replica.method)
+        seen = (
+            {} if trained is None else {name: part[rows][turn.kept] for name, part in zip(SEEN, trained, strict=True)}
+        )
         leaning = None if told is None else told.leanings[number]
         weighed_sizes = None if leaning is None else leaning.sizes
         method = replica.acting(self.round)
@@ -603,9 +611,9 @@ class Simulation:
         opened = open_round(
             method,
             turn.given,
-            losses=losses if trained is None or not _wants_trained(replica.method) else trained[rows][turn.kept],
+            losses=seen["losses"] if "losses" in wanted else losses,
             sizes=replica.trained.sizes[clients].astype(np.float64) if weighed_sizes is None else weighed_sizes,
-            accuracies=right,
+            accuracies=seen["accuracies"] if "accuracies" in wanted else right,
             **fairness,
             clients=clients.tolist(),
             round=self.round,
@@ -628,21 +636,24 @@ class Simulation:
             down, up = told.bytes(len(asked), len(clients))
             record["bytes_down"], record["bytes_up"] = record["bytes_down"] + down, record["bytes_up"] + up
 
-    def _trained_losses(self, models: Tensor, updates: Tensor, ready: Ready) -> Floats | None:
-        """Every row's loss after its local training, for the rules that ask for it."""
+    def _after_training(self, models: Tensor, updates: Tensor, ready: Ready) -> tuple[Floats, Floats] | None:
+        """Every row's loss and accuracy after its local training, for the rules that ask for them."""
         if not any(_wants_trained(replica.method) for replica in ready.replicas):
             return None
         rows = models[ready.owner] - updates
-        found = [self._measure_piece(rows[part], batches)[0].clone() for part, batches in ready.parts()]
-        return to_numpy([torch.cat(found)])[0]
+        found = [self._measure_piece(rows[part], batches).clone() for part, batches in ready.parts()]
+        losses, right = to_numpy([torch.cat(found, dim=1)])[0]
+        return losses, right
 
     def _see_who_fell(self, ready: Ready, turns: list[Turn], before: Floats) -> None:
-        """The share of each replica's participants whose own loss is lower now."""
+        """Each replica's participants' losses after the round, and the share of those whose own loss is lower now."""
         after = self._measure(self._models(ready.replicas), ready, slice(0, len(ready.owner)))
         for number, turn in enumerate(turns):
             if len(turn.kept):
                 rows = ready.rows(number)
-                ready.replicas[number].rounds[-1]["fell"] = float((after[rows] < before[rows])[turn.kept].mean())
+                record = ready.replicas[number].rounds[-1]
+                record["fell"] = float((after[rows] < before[rows])[turn.kept].mean())
+                record["losses_after"] = after[rows][turn.kept].tolist()
 
     def _record(self, out: Aggregate, losses: Floats | None, asked: int, answered: int, trials: int) -> dict[str, Any]:
         size = self.shape.parameters * 4
@@ -718,9 +729,27 @@ def _needs_losses(method: Method) -> bool:
     return bool({"losses", "accuracies"} & set(method.rule.inputs))
 
 
-def _pull(method: Method) -> float:
+def _pull(method: Method, rate: float) -> float:
     """Strength of the squared pull towards the received model."""
+    if isinstance(method.objective, Personal) and method.objective.fedlf_code:
+        return method.objective.lam / _pace(method, rate)
     return 0.0 if isinstance(method.objective, Similarity) else float(getattr(method.objective, "mu", 0.0))
+
+
+def _pace(method: Method, rate: float) -> float:
+    """How many steps in one a client makes: one, but in FedLF's version of Ditto."""
+    own = method.objective
+    return 2.0 - rate * own.lam if isinstance(own, Personal) and own.fedlf_code else 1.0
+
+
+def _personal(method: Method) -> bool:
+    """Whether every client trains a model of its own besides the shared one."""
+    return isinstance(method.objective, Personal) and not method.objective.fedlf_code
+
+
+def _one_batch(method: Method) -> bool:
+    """Whether clients see nothing but their first mini-batch."""
+    return isinstance(method.objective, Proximal) and method.objective.fedlf_code
 
 
 def _likeness(method: Method) -> list[float]:
@@ -733,6 +762,6 @@ def _mixup(method: Method) -> float:
     return float(getattr(method.objective, "mixup", 0.0))
 
 
-def _wants_trained(method: Method) -> bool:
-    """Whether the rule looks at losses after local training."""
-    return getattr(method.rule, "losses", "received") == "trained"
+def _wants_trained(method: Method) -> set[str]:
+    """What of the clients' losses and accuracies the rule wants to know after local training."""
+    return {name for name in SEEN if getattr(method.rule, name, "received") == "trained"}

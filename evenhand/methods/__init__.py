@@ -23,7 +23,7 @@ from evenhand.methods.fedmdfg import FedMDFG, LineSearch
 from evenhand.methods.fedmgda import FedMGDAPlus
 from evenhand.methods.mfairfl import MFairFL
 from evenhand.methods.qffl import QFFL
-from evenhand.methods.server import Average, FedAdagrad, FedAdam, FedYogi, Momentum, Plain
+from evenhand.methods.server import Average, FedAdagrad, FedAdam, FedAMSGrad, FedYogi, Momentum, Plain
 from evenhand.methods.term import TERM
 from evenhand.objectives import ClientMomentum, Correction, Personal, PlainRisk, Proximal, Similarity
 from evenhand.tables import Listing, text_table
@@ -112,7 +112,17 @@ OBJECTIVES: dict[str, Objective] = {
 
 SERVERS: dict[str, ServerStep] = {
     part.name: part
-    for part in (Plain(), Momentum(), Average(), FedAdam(), FedYogi(), FedAdagrad(), FedFaMomentum(), LineSearch())
+    for part in (
+        Plain(),
+        Momentum(),
+        Average(),
+        FedAdam(),
+        FedAMSGrad(),
+        FedYogi(),
+        FedAdagrad(),
+        FedFaMomentum(),
+        LineSearch(),
+    )
 }
 
 DITTO = "FedAvg, and a personal model for every client that is pulled towards the shared one."
@@ -157,6 +167,9 @@ METHODS: dict[str, Method] = {
         Method("indfair", FedAvg(), objective=LOCAL, training="alone", summary=INDFAIR, paper=MFairFL.paper),
         Method("cenfair", FedAvg(), objective=LOCAL, training="pooled", summary=CENFAIR, paper=MFairFL.paper),
         Method("fedadam", FedAvg(), server=FedAdam(), summary=FEDOPT.format("Adam"), paper="Reddi et al., ICLR 2021"),
+        Method(
+            "fedamsgrad", FedAvg(), server=FedAMSGrad(), summary=FEDOPT.format("AMSGrad"), paper="Tong et al., 2020"
+        ),
         Method("fedyogi", FedAvg(), server=FedYogi(), summary=FEDOPT.format("Yogi"), paper="Reddi et al., ICLR 2021"),
         Method(
             "fedadagrad",

@@ -5,7 +5,8 @@ Paper: Mohri et al., Agnostic Federated Learning, ICML 2019, Algorithm 1:
 and the average of all iterates theta is the model to use (`average` server step).
 
 Departures: with partial participation (the paper has none) the present clients' lambdas are renormalised, only
-they climb, and a newcomer enters with the mean lambda.
+they climb, and a newcomer enters with the mean lambda. `fedlf_code=True` is the mistake behind FedLF's AFL rows: a
+lambda belongs to a place in the cohort, whoever stands there.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from evenhand.checks import number
-from evenhand.methods.base import Memo, Round, Rule, Weights, carry, recall, spread
+from evenhand.checks import flag, number
+from evenhand.methods.base import Client, Memo, Round, Rule, Weights, carry, recall, spread
 from evenhand.solvers import project_to_simplex
 
 
@@ -25,6 +26,7 @@ class AFL(Rule):
     """Weights move towards the worst-off clients every round; the averaged model is the one to use."""
 
     step: float = 0.1
+    fedlf_code: bool = False  # as FedLF's code has it: weights by place in the cohort, not by client
 
     name: ClassVar[str] = "afl"
     paper: ClassVar[str] = "Mohri et al., ICML 2019"
@@ -33,9 +35,10 @@ class AFL(Rule):
 
     def __post_init__(self) -> None:
         number("step", self.step, low=0.0)
+        flag("fedlf_code", self.fedlf_code)
 
     def weigh(self, round: Round, memo: Memo) -> Weights:
-        clients = round.clients[: round.present]
+        clients: tuple[Client, ...] = tuple(range(round.present)) if self.fedlf_code else round.clients[: round.present]
         known = np.asarray(memo.get("shares", ()), dtype=np.float64)
         newcomer = known.mean() if len(known) else 1.0 / round.present
         everyone = carry(memo, clients, shares=recall(memo, "shares", clients, default=newcomer))

@@ -10,6 +10,11 @@ Algorithm 2:
 Departures: a zero inside a logarithm counts as 1e-6 (the paper: "a very small constant"). The minus sign
 before eta m makes the momentum a brake; that is what the paper prints and what the published numbers used;
 momentum="forward" turns it round.
+
+The mistakes behind FedLF's FedFa rows are `fedlf_code=True` (accuracies and shares of participation themselves are
+divided by the sums of their information, so that accurate clients weigh more) and momentum="heavy-ball" (m <- gamma m
++ (w~ - w), w <- w + m: with gamma = 0.9 ten times the step). `accuracies="trained"` asks the simulator for the clients'
+accuracies after their local training, as FedFV's and FedLF's code do.
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ from typing import ClassVar
 import numpy as np
 from torch import Tensor
 
-from evenhand.checks import EvenhandError, choice, number
+from evenhand.checks import EvenhandError, choice, flag, number
 from evenhand.geometry import Floats
 from evenhand.methods.base import (
     Ask,
@@ -44,6 +49,8 @@ class FedFa(Rule):
 
     alpha: float = 0.5  # share of the accuracy's information
     beta: float = 0.5  # share of the participation's; alpha + beta = 1
+    accuracies: str = "received"  # of which model: "received" or "trained"
+    fedlf_code: bool = False  # as FedLF's code has it: accurate clients weigh more
 
     name: ClassVar[str] = "fedfa"
     paper: ClassVar[str] = "Huang et al., Inf. Sci. 2022"
@@ -55,6 +62,8 @@ class FedFa(Rule):
         number("beta", self.beta, low=0.0, high=1.0)
         if abs(self.alpha + self.beta - 1.0) > 1e-9:
             raise EvenhandError(f"alpha={self.alpha:g} and beta={self.beta:g} must add up to 1")
+        choice("accuracies", self.accuracies, ("received", "trained"))
+        flag("fedlf_code", self.fedlf_code)
 
     def weigh(self, round: Round, memo: Memo) -> Weights:
         clients = round.clients[: round.present]
@@ -62,7 +71,10 @@ class FedFa(Rule):
         if "participations" in round.values:
             counts = round.values["participations"][: round.present]
         accuracies = round.values["accuracies"][: round.present]
-        weights = information_weights(accuracies, counts, self.alpha, self.beta)
+        if self.fedlf_code:
+            weights = inverted_weights(accuracies, counts / (round.index + 1), self.alpha, self.beta)
+        else:
+            weights = information_weights(accuracies, counts, self.alpha, self.beta)
         return Weights(spread(round, weights), carry(memo, clients, participations=counts))
 
 
@@ -80,6 +92,18 @@ def information_weights(accuracies: Floats, participations: Floats, alpha: float
     )
 
 
+def inverted_weights(accuracies: Floats, frequencies: Floats, alpha: float, beta: float) -> Floats:
+    """What FedLF's code makes of equations 9 to 15; accuracies count in percent there, frequencies as shares."""
+    accuracies = 100.0 * accuracies
+    total = max(float(accuracies.sum()), SMALL)
+    of_accuracy = -np.log2(accuracies / total + SMALL).sum()
+    of_participation = -np.log2(1.0 - frequencies / frequencies.sum() + SMALL).sum()
+    weights = alpha * accuracies / of_accuracy + beta * frequencies / of_participation
+    if weights.sum() <= 0.0:
+        return np.full(len(weights), 1.0 / len(weights))
+    return np.asarray(weights / weights.sum())
+
+
 @dataclass(frozen=True)
 class FedFaMomentum(ServerStep):
     """FedFa's server momentum (eqs. 4 to 7)."""
@@ -87,7 +111,7 @@ class FedFaMomentum(ServerStep):
     gamma: float = 0.5
     every: int = 1  # b: the momentum is applied every b-th round
     eta: float | None = None  # None is the clients' learning rate
-    momentum: str = "paper"  # "paper" (a brake, w~ - eta m) or "forward" (w~ + eta m)
+    momentum: str = "paper"  # "paper" (a brake, w~ - eta m), "forward" (w~ + eta m) or "heavy-ball" (FedLF's code)
 
     name: ClassVar[str] = "fedfa"
     lr_setting: ClassVar[str] = "eta"
@@ -97,13 +121,16 @@ class FedFaMomentum(ServerStep):
         number("every", self.every, low=1, whole=True)
         if self.eta is not None:
             number("eta", self.eta, low=0.0)
-        choice("momentum", self.momentum, ("paper", "forward"))
+        choice("momentum", self.momentum, ("paper", "forward", "heavy-ball"))
 
     def apply(
         self, direction: list[Tensor], memo: Memo, round: Round, weights: Weights, ask: Ask | None
     ) -> tuple[list[Tensor], Memo, tuple[str, ...]]:
-        rate = learning_rate(self.eta, round, "eta", "fedfa")
         before = memo.get("momentum") or [tensor.new_zeros(()) for tensor in direction]
+        if self.momentum == "heavy-ball":
+            ball = [self.gamma * old + new for old, new in zip(before, direction, strict=True)]
+            return ball, {"momentum": ball}, ()
+        rate = learning_rate(self.eta, round, "eta", "fedfa")
         after = [self.gamma * old + (1.0 - self.gamma) * new for old, new in zip(before, direction, strict=True)]
         if (round.index + 1) % self.every == 0:
             sign = -rate if self.momentum == "paper" else rate

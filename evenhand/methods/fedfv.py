@@ -5,7 +5,9 @@ update of client i is a row of coefficients, and one sweep over the targets proj
 
 Departures, all as in the authors' own code: the share alpha with the LARGEST losses keeps its updates (Algorithm 2,
 line 1 reads as if it were projected); absent clients last seen i rounds ago have t_k = t - i (Algorithm 3, line 4
-prints t_k = i). A zero update is no target. `absent` may replace the window of tau rounds.
+prints t_k = i). A zero update is no target. `absent` may replace the window of tau rounds. `fedlf_code=True` is the
+mistake behind FedLF's FedFV rows: the window is a round late, so that it holds the present clients themselves in the
+place of those of tau rounds ago; with tau = 1 there are no absent clients in it at all.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from evenhand.checks import choice, number
+from evenhand.checks import choice, flag, number
 from evenhand.geometry import Floats
 from evenhand.methods.base import Memo, Round, Rule, Weights, check_absent, like_the_mean, spread
 from evenhand.methods.projection import projection_order, share_of, sweep
@@ -29,6 +31,7 @@ class FedFV(Rule):
     tau: int = 10  # how many rounds an absent client's update is protected
     order: str = "loss"  # "loss" (ascending), "random" or "reverse": order of the projection targets
     absent: str | None = None  # another memory than last:tau
+    fedlf_code: bool = False  # as FedLF's code has it: a window from the present clients to those of tau - 1 rounds ago
 
     name: ClassVar[str] = "fedfv"
     paper: ClassVar[str] = "Wang et al., IJCAI 2021"
@@ -40,10 +43,12 @@ class FedFV(Rule):
         choice("order", self.order, ("loss", "random", "reverse"))
         if self.absent is not None:
             check_absent(self.absent)
+        flag("fedlf_code", self.fedlf_code)
 
     @property
     def memory(self) -> str:
-        return self.absent or (f"last:{self.tau}" if self.tau else "off")
+        oldest = self.tau - self.fedlf_code
+        return self.absent or (f"last:{oldest}" if oldest > 0 else "off")
 
     def weigh(self, round: Round, memo: Memo) -> Weights:
         present = round.present
@@ -52,8 +57,8 @@ class FedFV(Rule):
         free[order[present - kept_clients(present, self.alpha) :]] = False
         swept = sweep(round.total[:present, :present], order, free)
         combined = spread(round, swept.coefficients.mean(axis=0))
-        if self.absent is not None or round.index >= self.tau:
-            combined = mitigate_external(round, combined)
+        if self.absent is not None or round.index + self.fedlf_code >= self.tau:
+            combined = mitigate_external(round, combined, youngest=0 if self.fedlf_code and self.tau else 1)
         combined, notes = like_the_mean(round, combined)
         return Weights(combined, notes=notes)
 
@@ -63,10 +68,10 @@ def kept_clients(count: int, alpha: float) -> int:
     return count - share_of(count - 1, 1.0 - alpha) if alpha > 0.0 else 0
 
 
-def mitigate_external(round: Round, combined: Floats) -> Floats:
+def mitigate_external(round: Round, combined: Floats, youngest: int = 1) -> Floats:
     """Algorithm 3: project the combined update off the sum of conflicting absent updates, oldest round first."""
     gram = round.total
-    for age in sorted(set(round.ages[round.present :].tolist()), reverse=True):
+    for age in sorted({age for age in round.ages.tolist() if age >= youngest}, reverse=True):
         dots = gram @ combined
         against = np.where((round.ages == age) & (dots < 0.0), 1.0, 0.0)
         square = against @ gram @ against

@@ -1,8 +1,10 @@
 """Server steps: how the combined update u is applied (theta <- theta - step(u)).
 
 Papers: server momentum, Hsu et al. 2019; FedAdam, FedYogi, FedAdagrad, Reddi et al., Adaptive Federated Optimization,
-ICLR 2021, Algorithm 2. With D = -u:  m <- beta1 m + (1 - beta1) D,  theta <- theta + eta m / (sqrt(v) + tau), and
-    Adagrad  v <- v + D^2,   Yogi  v <- v - (1 - beta2) D^2 sign(v - D^2),   Adam  v <- beta2 v + (1 - beta2) D^2.
+ICLR 2021, Algorithm 2; FedAMSGrad, Tong et al., Effective Federated Adaptive Gradient Methods, 2020.
+With D = -u:  m <- beta1 m + (1 - beta1) D,  theta <- theta + eta m / (sqrt(v) + tau), and
+    Adagrad  v <- v + D^2,   Yogi  v <- v - (1 - beta2) D^2 sign(v - D^2),   Adam  v <- beta2 v + (1 - beta2) D^2,
+    AMSGrad  as Adam, with the largest v so far in the denominator.
 
 Departures: m and v start at zero (the paper allows v >= tau^2); FedAdam's bias correction, which some
 frameworks add, is an option and off; moments are kept in float32 at least.
@@ -98,15 +100,20 @@ class _Adaptive(ServerStep):
     def rate(self, steps: int) -> float:
         return self.eta
 
+    def kept(self, second: list[Tensor], memo: Memo) -> Memo:
+        """What is carried on besides the moments."""
+        return {}
+
     def apply(self, direction: list[Tensor], memo: Memo, round: Round, weights: Weights, ask: Ask | None) -> Applied:
         steps = int(memo.get("steps", 0)) + 1
         zeros = [torch.zeros_like(tensor) for tensor in direction]
         first, second = memo.get("first") or zeros, memo.get("second") or zeros
         first = [self.beta1 * old + (1.0 - self.beta1) * new for old, new in zip(first, direction, strict=True)]
         second = [self.second_moment(old, new * new) for old, new in zip(second, direction, strict=True)]
-        rate = self.rate(steps)
-        update = [rate * mean / (square.sqrt() + self.tau) for mean, square in zip(first, second, strict=True)]
-        return update, {"steps": steps, "first": first, "second": second}, ()
+        memo = {"steps": steps, "first": first, "second": second, **self.kept(second, memo)}
+        rate, below = self.rate(steps), memo.get("largest", second)
+        update = [rate * mean / (square.sqrt() + self.tau) for mean, square in zip(first, below, strict=True)]
+        return update, memo, ()
 
 
 @dataclass(frozen=True)
@@ -130,6 +137,26 @@ class FedAdam(_Adaptive):
         if not self.bias_correction:
             return self.eta
         return float(self.eta * (1.0 - self.beta2**steps) ** 0.5 / (1.0 - self.beta1**steps))
+
+
+@dataclass(frozen=True)
+class FedAMSGrad(_Adaptive):
+    """Adam at the server, whose second moment never shrinks."""
+
+    beta2: float = 0.99
+
+    name: ClassVar[str] = "fedamsgrad"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        number("beta2", self.beta2, low=0.0, high=1.0)
+
+    def second_moment(self, before: Tensor, square: Tensor) -> Tensor:
+        return self.beta2 * before + (1.0 - self.beta2) * square
+
+    def kept(self, second: list[Tensor], memo: Memo) -> Memo:
+        before = memo.get("largest") or second
+        return {"largest": [torch.maximum(old, new) for old, new in zip(before, second, strict=True)]}
 
 
 @dataclass(frozen=True)

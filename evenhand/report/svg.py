@@ -68,16 +68,22 @@ def nice_step(rough: float) -> float:
 
 
 def line_chart(
-    lines: Sequence[Line], *, x_title: str, y_title: str, floor: float = -math.inf, ceiling: float = math.inf
+    lines: Sequence[Line],
+    *,
+    x_title: str,
+    y_title: str,
+    floor: float = -math.inf,
+    ceiling: float = math.inf,
+    least: float = 1.0,
 ) -> str:
-    """Lines over rounds, each named at its end where the chart has few of them."""
+    """Lines over rounds, each named at its end where the chart has few of them. least: from one tick to the next."""
     everything = [values for line in lines for values in (line.y, line.low, line.high) if values is not None]
     low, high = span(everything, floor, ceiling)
     named = len(lines) <= 3 and len(lines) > 1
     margin = RIGHT + (max(len(line.name) for line in lines) * LETTER + 6 if named else 0)
     x = Axis(0.0, max([float(line.x.max()) for line in lines if len(line.x)] + [1.0]), LEFT, WIDTH - margin)
     y = Axis(low, high, HEIGHT - BOTTOM, TOP)
-    parts = [*grid(x, y, x_title, y_title)]
+    parts = [*grid(x, y, x_title, y_title, least=least)]
     parts += [band(line, x, y) for line in lines if line.low is not None and line.high is not None]
     for line in lines:
         dashed = ' stroke-dasharray="6 4"' if line.colour >= COLOURS else ""
@@ -186,12 +192,14 @@ def interval_chart(
     return picture(parts, x_title, bottom + 38)
 
 
-def scatter_chart(points: Sequence[Point], *, x_title: str, y_title: str, joined: bool = False) -> str:
+def scatter_chart(
+    points: Sequence[Point], *, x_title: str, y_title: str, joined: bool = False, ceiling: float = 100.0
+) -> str:
     """Points, named where they say something; those of a colour joined in their order where they follow each other."""
     xs, ys = (np.array([getattr(point, axis) for point in points]) for axis in ("x", "y"))
     low, high = span([xs, np.zeros(1)], 0.0, math.inf)
     x = Axis(low, high, LEFT, WIDTH - RIGHT)
-    y = Axis(*span([ys], 0.0, 100.0), HEIGHT - BOTTOM, TOP)
+    y = Axis(*span([ys], 0.0, ceiling), HEIGHT - BOTTOM, TOP)
     parts = [*grid(x, y, x_title, y_title)]
     shades = np.array([point.colour for point in points])
     for shade in np.unique(shades).tolist() if joined else []:
@@ -225,13 +233,13 @@ def picture(parts: Iterable[str], said: str, height: int = HEIGHT) -> str:
     return f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(said)}">\n{body}\n</svg>'
 
 
-def grid(x: Axis, y: Axis, x_title: str, y_title: str, x_ticks: bool = True) -> Iterable[str]:
+def grid(x: Axis, y: Axis, x_title: str, y_title: str, x_ticks: bool = True, least: float = 1.0) -> Iterable[str]:
     """Axes, light lines and numbers."""
     for value in y.ticks():
         at = y.at(value)
         yield f'<line class="grid" x1="{x.start:.1f}" x2="{x.end:.1f}" y1="{at:.1f}" y2="{at:.1f}"/>'
         yield f'<text class="tick" text-anchor="end" x="{x.start - 6:.1f}" y="{at + 4:.1f}">{value:,g}</text>'
-    for value in x.ticks(6, least=1.0) if x_ticks else []:  # rounds and percent are whole
+    for value in x.ticks(6, least=least) if x_ticks else []:  # rounds and percent are whole
         at = x.at(value)
         yield f'<text class="tick" text-anchor="middle" x="{at:.1f}" y="{y.start + 16:.1f}">{value:,g}</text>'
     yield f'<line class="axis" x1="{x.start:.1f}" x2="{x.end:.1f}" y1="{y.start:.1f}" y2="{y.start:.1f}"/>'

@@ -1,0 +1,348 @@
+"""The runs behind a paper's table: those that train alike as one program, several programs side by side if asked.
+
+Every run goes into a CSV file as soon as it is there, and one that is there with the same settings is not run again. Of
+a figure the curves (or every client's accuracy) go into a second file, from which it is drawn.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+import math
+import multiprocessing
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+
+from evenhand.checks import EvenhandError, number
+from evenhand.data import Dataset
+from evenhand.experiment import Experiment, load_data, prepare, runs_of
+from evenhand.folders import Diverged, Progress, Recorder, Status, writing
+from evenhand.measuring import curve, measured
+from evenhand.methods import Method
+from evenhand.recipe import Part, Recipe, Row, Settings, listed
+from evenhand.runs import Run
+
+APART = ("personal", "similarity", "correction")  # objectives that carry models or stages of their own
+CSV, SERIES = "results.csv", "series.csv"
+# What does not change a number, or has a column of its own.
+ASIDE = ("seeds", "device", "data_dir", "program", "chunk", "keep_on", "eval_every", "measure")
+# Settings that came later: at these values they change nothing, and what was run before them still counts.
+LATER = {"fedlf_code": False, "accuracies": "received"}
+WHOSE = ("part", "row", "quirks", "seed", "digest", "at")
+FACTS = ("part", "row", "stage", "quirks", "setting", "seed", "rounds", "diverged", "seconds", "digest")
+
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+
+
+@dataclass(frozen=True)
+class Task:
+    """One row in one part with one setting: what it takes to fill its cells."""
+
+    part: Part
+    row: Row
+    quirks: bool
+    tried: Settings
+    experiment: Experiment
+    stage: str = "final"  # or "trial": to choose a setting
+
+    @property
+    def digest(self) -> str:
+        """Changes when anything does that a number depends on."""
+        values = {name: value for name, value in self.experiment.to_dict().items() if name not in ASIDE}
+        for part in ("rule", "server", "objective"):
+            said = values["method"][part]
+            values["method"][part] = {k: v for k, v in said.items() if k not in LATER or v != LATER[k]}
+        return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+    @property
+    def setting(self) -> str:
+        return ", ".join(filter(None, (self.row.method, listed(self.tried))))
+
+
+@dataclass
+class Result:
+    """What one task gave under one seed."""
+
+    measures: dict[str, float]
+    seconds: float = 0.0
+    diverged: int | None = None
+    series: dict[str, Floats] = field(default_factory=dict)  # of a figure: `at`, and what is there
+
+
+@dataclass(frozen=True)
+class Program:
+    """Tasks that train as one program, under the experiment's seeds."""
+
+    experiment: Experiment
+    tasks: list[Task]
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        return self.experiment.seeds
+
+    @property
+    def label(self) -> str:
+        first = self.tasks[0]
+        said = f"{first.row.name}{f' and {len(self.tasks) - 1} more' if len(self.tasks) > 1 else ''}"
+        said = f"{first.part.name}: {said}" if first.part.name else said
+        return f"trial, {said}" if first.stage == "trial" else said
+
+    def divided(self) -> list[Program]:
+        """Each task alone, or else each seed alone."""
+        if len(self.tasks) > 1:
+            return [Program(self.experiment, [task]) for task in self.tasks]
+        return [Program(replace(self.experiment, seeds=(seed,)), self.tasks) for seed in self.seeds]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is kept of every run: measures at its end, and what a figure draws."""
+
+    measures: tuple[str, ...]
+    figure: str = ""  # the kind of figure
+    drawn: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()  # all that can be run, for a hint
+
+    def of(self, task: Task, run: Run, seconds: float) -> Result:
+        return Result({name: measured(run, name) for name in self.measures}, seconds, series=self._series(task, run))
+
+    def _series(self, task: Task, run: Run) -> dict[str, Floats]:
+        if not self.drawn or task.stage == "trial" or self.figure == "points":
+            return {}
+        if self.figure == "distribution":
+            known = run.accuracies[np.isfinite(run.accuracies)]
+            return {"at": np.arange(len(known), dtype=np.float64), "accuracy": known}
+        return {"at": run.curves["round"].astype(np.float64), **{name: curve(run, name) for name in self.drawn}}
+
+
+Outcomes = dict[tuple[str, int], Result]
+
+
+def outcomes(program: Program, wanted: Wanted, progress: Progress | None = None) -> Outcomes:
+    """What a program gives. A run that diverges does not take the others with it: they are then run apart."""
+    experiment, tasks = program.experiment, program.tasks
+    started = perf_counter()
+    try:
+        methods = [task.experiment.method for task in tasks]
+        runs = played(experiment, methods, _data(experiment, wanted.parts), progress, program.label)
+    except Diverged as end:
+        if len(tasks) == len(program.seeds) == 1:
+            lost = Result(dict.fromkeys(wanted.measures, math.nan), 0.0, end.round)
+            return {(tasks[0].digest, program.seeds[0]): lost}
+        return {key: one for part in program.divided() for key, one in outcomes(part, wanted, progress).items()}
+    seconds = (perf_counter() - started) / (len(tasks) * len(program.seeds))
+    return {
+        (task.digest, seed): wanted.of(task, run, seconds)
+        for task, of_seeds in zip(tasks, runs, strict=True)
+        for seed, run in zip(program.seeds, of_seeds, strict=True)
+    }
+
+
+_loaded: dict[str, Dataset] = {}  # the last one used
+
+
+def _data(experiment: Experiment, parts: Sequence[str]) -> Dataset:
+    key = json.dumps([experiment.data, experiment.data_dir, dict(experiment.data_options)], default=str)
+    if key not in _loaded:
+        _loaded.clear()
+        try:
+            _loaded[key] = load_data(experiment)
+        except EvenhandError as error:
+            hint = f" (parts are run one by one with --part: {', '.join(parts)})" if len(parts) > 1 else ""
+            raise EvenhandError(f"{error}{hint}") from error
+    return _loaded[key]
+
+
+def played(
+    experiment: Experiment, methods: Sequence[Method], dataset: Dataset, progress: Progress | None, label: str
+) -> list[list[Run]]:
+    """Every method under every seed as one program."""
+    simulation = prepare(experiment, methods, dataset)
+    recorder = Recorder(simulation, None, progress=progress, label=label)
+    recorder.run()
+    found = iter(runs_of(experiment, recorder))
+    return [[next(found) for _ in experiment.seeds] for _ in methods]
+
+
+class Runner:
+    """Runs tasks that are not in the CSV yet, as few programs as possible."""
+
+    def __init__(
+        self, recipe: Recipe, folder: Path | None, together: int, jobs: int, progress: Progress | None
+    ) -> None:
+        number("together", together, low=1, whole=True)
+        number("jobs", jobs, low=1, whole=True)
+        self.progress, self.together, self.jobs, self.folder = progress, together, jobs, folder
+        self.measures = recipe.measures()
+        self.drawn = drawn_measures(recipe)
+        kind = recipe.figure.kind if recipe.figure else ""
+        there = tuple(part.name for part in recipe.parts if not part.unavailable)
+        self.wanted = Wanted(tuple(self.measures), kind, self.drawn, there)
+        self.results: dict[tuple[str, int], Result] = {}
+        self.written: set[tuple[str, ...]] = set()
+        self.ran = self.found = 0
+        if self.folder is not None:
+            with writing(self.folder):
+                self.folder.mkdir(parents=True, exist_ok=True)
+            self._read(self.folder / CSV)
+
+    def run(self, tasks: Sequence[Task], seeds: Sequence[int]) -> None:
+        known = {(task.digest, seed) for task in tasks for seed in seeds} & set(self.results)
+        self.found += len(known)
+        programs = list(self._programs(tasks, seeds))
+        if self.jobs == 1 or len(programs) < 2:
+            for program in programs:
+                self._keep(program, outcomes(program, self.wanted, self.progress))
+        else:
+            self._side_by_side(programs)
+        for task in tasks:
+            self._write(task, seeds)
+
+    def _side_by_side(self, programs: Sequence[Program]) -> None:
+        """Several processes; the largest programs first, so that none is left alone at the end."""
+        workers = min(self.jobs, len(programs))
+        threads = max(1, (os.cpu_count() or 1) // workers)
+        apart = multiprocessing.get_context("spawn")  # a process that has used a GPU cannot be forked
+        label, done = f"{len(programs)} programs, {workers} at a time", 0
+        with ProcessPoolExecutor(workers, apart, torch.set_num_threads, (threads,)) as pool:
+            ordered = sorted(programs, key=lambda program: -len(program.tasks) * len(program.seeds))
+            waiting: dict[Future[Outcomes], Program] = {
+                pool.submit(outcomes, program, self.wanted): program for program in ordered
+            }
+            try:
+                for finished in as_completed(waiting):
+                    self._keep(waiting[finished], finished.result())
+                    done += 1
+                    if self.progress is not None:
+                        self.progress(Status(label, done, len(programs), ()))
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+
+    def _keep(self, program: Program, found: Outcomes) -> None:
+        for task in program.tasks:
+            for seed in program.seeds:
+                self.results[task.digest, seed] = found[task.digest, seed]
+                self.ran += 1
+            self._write(task, program.seeds)
+
+    def _programs(self, tasks: Sequence[Task], seeds: Sequence[int]) -> Iterator[Program]:
+        """Tasks that differ in the method alone and train alike, with the seeds that they still need."""
+        groups: dict[str, list[Task]] = {}
+        once = {task.digest: task for task in tasks}
+        for task in once.values():
+            missing = [seed for seed in seeds if (task.digest, seed) not in self.results]
+            if missing:
+                method = task.experiment.method
+                shared = {name: value for name, value in task.experiment.to_dict().items() if name != "method"}
+                apart = method.objective.name if method.objective.name in APART else ""
+                kind = [shared, method.training, apart, missing]
+                groups.setdefault(json.dumps(kind, sort_keys=True, default=str), []).append(task)
+        share = math.ceil(len(once) * len(seeds) / self.jobs)  # so that every process has something to do
+        for group in groups.values():
+            missing = [seed for seed in seeds if (group[0].digest, seed) not in self.results]
+            # A CPU plays replicas one after another anyway: small programs leave finished rows behind sooner.
+            most = 1 if group[0].experiment.torch_device().type == "cpu" else min(self.together, share)
+            for some in _batched(missing, most if most > 1 else len(missing)):
+                for few in _batched(group, max(1, most // len(some))):
+                    yield Program(replace(few[0].experiment, seeds=tuple(some)), list(few))
+
+    # ---- the CSV files
+
+    def _read(self, path: Path) -> None:
+        if not path.is_file():
+            return
+        kept = self._read_series(path.with_name(SERIES))
+        with path.open(newline="", encoding="utf-8") as file:
+            table = csv.DictReader(file)
+            if table.fieldnames != [*FACTS, *self.measures]:
+                raise EvenhandError(
+                    f"{str(path)!r} was written for another table, or by another version; choose another folder (--out)"
+                )
+            for line in table:
+                if None in line.values():  # a sudden end in the middle of a line
+                    continue
+                found = {name: float(line[name]) for name in self.measures}
+                ended = int(line["diverged"]) if line["diverged"] else None
+                who = (line["digest"], int(line["seed"]))
+                if self.drawn and line["stage"] == "final" and ended is None and who not in kept:
+                    continue  # a number without its curve must be run again
+                self.results[who] = Result(found, float(line["seconds"]), ended, kept.get(who, {}))
+                self.written.add(_identity(line))
+
+    def _read_series(self, path: Path) -> dict[tuple[str, int], dict[str, Floats]]:
+        if not self.drawn or not path.is_file():
+            return {}
+        found: dict[tuple[str, int], dict[float, list[float]]] = {}
+        with path.open(newline="", encoding="utf-8") as file:
+            for line in csv.DictReader(file):
+                if None not in line.values():
+                    values = [float(line[name]) for name in ("at", *self.drawn)]
+                    found.setdefault((line["digest"], int(line["seed"])), {})[values[0]] = values
+        columns = {who: np.array(list(points.values())).T for who, points in found.items()}
+        return {who: dict(zip(("at", *self.drawn), table, strict=True)) for who, table in columns.items()}
+
+    def _write_series(self, line: Mapping[str, str], series: Mapping[str, Floats]) -> None:
+        assert self.folder is not None
+        with (self.folder / SERIES).open("a", newline="", encoding="utf-8") as file:
+            table = csv.writer(file, lineterminator="\n")
+            if file.tell() == 0:
+                table.writerow((*WHOSE, *self.drawn))
+            who = [line[name] for name in WHOSE[:-1]]
+            for values in zip(series["at"], *(series[name] for name in self.drawn), strict=True):
+                table.writerow((*who, f"{values[0]:g}", *(repr(float(value)) for value in values[1:])))
+
+    def _write(self, task: Task, seeds: Sequence[int]) -> None:
+        """Append what is there and not in the file yet."""
+        if self.folder is None:
+            return
+        path = self.folder / CSV
+        with writing(self.folder), path.open("a", newline="", encoding="utf-8") as file:
+            table = csv.DictWriter(file, [*FACTS, *self.measures], lineterminator="\n")
+            if file.tell() == 0:
+                table.writeheader()
+            for seed in seeds:
+                result = self.results.get((task.digest, seed))
+                line = {
+                    "part": task.part.name,
+                    "row": task.row.name,
+                    "stage": task.stage,
+                    "quirks": "on" if task.quirks else "off",
+                    "setting": task.setting,
+                    "seed": str(seed),
+                    "rounds": str(task.experiment.rounds),
+                    "digest": task.digest,
+                }
+                if result is None or _identity(line) in self.written:
+                    continue
+                self.written.add(_identity(line))
+                ended = "" if result.diverged is None else str(result.diverged)
+                told = {name: repr(float(value)) for name, value in result.measures.items()}
+                if result.series:
+                    self._write_series(line, result.series)
+                table.writerow({**line, "diverged": ended, "seconds": f"{result.seconds:.3f}", **told})
+
+
+def drawn_measures(recipe: Recipe) -> tuple[str, ...]:
+    """The columns of the file from which a figure is drawn, besides where each line belongs."""
+    if recipe.figure is not None and recipe.figure.kind == "distribution":
+        return ("accuracy",)
+    return tuple(dict.fromkeys(name for quirks in (True, False) for name in recipe.drawn(quirks).values()))
+
+
+def _identity(line: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple(line[name] for name in ("part", "row", "stage", "quirks", "seed", "digest"))
+
+
+def _batched(entries: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
+    for start in range(0, len(entries), size):
+        yield entries[start : start + size]
