@@ -12,6 +12,7 @@ vectors in float64, so that a reader with the paper open can check it line by li
 """
 
 import numpy as np
+import scipy.optimize
 import torch
 
 VANISHED = 1e-12
@@ -527,22 +528,24 @@ def adafed(updates, losses, gamma, length="paper", normalise=False, present=None
     return rescale(direction, np.linalg.norm(np.mean(updates[:present], axis=0)), weights @ norms_of(orthogonal))
 
 
-def even(updates, losses, gamma, ridge, present=None):
-    """even: (U U^T + ridge I) w = f^gamma for unit rows U, direction U^T w as long as the present mean.
+def even(updates, losses, gamma, ridge, present=None, least=1e-3):
+    """even: the shortest d with u_k . d >= b_k, shortfalls s_k paid for by |s|^2 / ridge; as long as the present mean.
 
-    Appending sqrt(ridge) I to the unit rows turns it into the shortest solution z of U' z = f^gamma, whose
-    first d entries are the direction: no Gram matrix, and least squares when ridge is 0 and rows depend.
+    With z = (d, s / sqrt(ridge)) it is the shortest z with [u_k, sqrt(ridge) e_k] z >= b_k: least distance
+    programming, which Lawson and Hanson (chapter 23) turn into one non-negative least squares problem.
     """
-    units, decreases = unit_rows_with_targets(updates, losses, gamma, normalise=True)
-    if not units:
+    rows = [k for k in range(len(updates)) if np.linalg.norm(updates[k]) > 0]
+    if not rows or max(losses) == 0:
         return np.zeros(updates.shape[1])
-    extended = np.hstack([np.array(units), np.sqrt(ridge) * np.eye(len(units))])
-    solution = np.linalg.lstsq(extended, np.array(decreases), rcond=None)[0]
-    direction = solution[: updates.shape[1]]
-    weights = np.linalg.lstsq(extended.T, solution, rcond=None)[0]
-    # Without a ridge, opposite rows leave nothing of the weights either; the decreases then give the scale.
-    summed_lengths = np.abs(weights).sum() + np.mean(decreases)
-    return rescale(direction, np.linalg.norm(np.mean(updates[:present], axis=0)), summed_lengths)
+    asked = np.maximum((np.asarray(losses)[rows] / max(losses)) ** gamma, least)
+    units = np.array([updates[k] / np.linalg.norm(updates[k]) for k in rows])
+    extended = np.hstack([units, np.sqrt(ridge) * np.eye(len(rows))])
+    system = np.vstack([extended.T, asked])
+    goal = np.append(np.zeros(extended.shape[1]), 1.0)
+    weights, _ = scipy.optimize.nnls(system, goal, maxiter=300 * len(rows))
+    residual = system @ weights - goal
+    direction = -residual[: updates.shape[1]] / residual[-1]
+    return rescale(direction, np.linalg.norm(np.mean(updates[:present], axis=0)), weights.sum() / abs(residual[-1]))
 
 
 # Weights from accuracies, counts and fairness

@@ -115,7 +115,7 @@ def test_no_setting_takes_nonsense(name, setting, bad):
     ("name", "setting", "bad"),
     [
         ("even", "gamma", -0.1),
-        ("even", "ridge", 0.0),
+        ("even", "ridge", -0.1),
         ("even", "absent", "last:0"),
         ("even", "absent", "last:"),
         ("even", "absent", "last:-3"),

@@ -172,11 +172,50 @@ def test_even_follows_its_definition(cohort, gamma, ridge):
     close(found, oracles.even(cohort.updates, cohort.losses, gamma, ridge), cohort, 1e-5)
 
 
-def test_even_approaches_adafed_as_the_ridge_vanishes():
+def test_even_is_adafed_where_nobody_falls_faster_for_free():
+    """Three updates at right angles: all of them are needed, and without a ridge the falls are exact."""
+    updates, losses = np.diag([1.0, 3.0, 0.5]), [1.0, 2.0, 4.0]
+    even = eh.aggregate("even", updates, losses=losses, ridge=0.0).update
+    same_direction(even, eh.aggregate("adafed", updates, losses=losses, normalise=True).update, 1e-9)
+
+
+def test_even_without_losses_and_ridge_is_fedmgda():
     cohort = make(8, 6, 50, "conflicting")
-    even = eh.aggregate("even", cohort.updates, losses=cohort.losses, ridge=1e-12).update
-    adafed = eh.aggregate("adafed", cohort.updates, losses=cohort.losses, normalise=True).update
-    same_direction(even, adafed, 1e-8)
+    even = eh.aggregate("even", cohort.updates, losses=cohort.losses, gamma=0.0, ridge=0.0).update
+    fedmgda = eh.aggregate("fedmgda+", cohort.updates, epsilon=1.0, reference="uniform", length="mean").update
+    same_direction(even, fedmgda, 1e-7)
+
+
+def test_a_large_ridge_leaves_the_mean_weighed_by_the_losses():
+    cohort = make(3, 5, 40)
+    even = eh.aggregate("even", cohort.updates, losses=cohort.losses, gamma=2.0, ridge=1e9).update
+    units = cohort.updates / np.linalg.norm(cohort.updates, axis=1, keepdims=True)
+    weighed = cohort.losses**2 @ units
+    same_direction(even, weighed / np.linalg.norm(weighed) * np.linalg.norm(even), 1e-6)
+
+
+@PROPERTY
+@given(cohorts(), st.sampled_from([0.0, 1.0, 3.0]), st.sampled_from([0.0, 1e-3, 0.1, 1.0]))
+def test_even_uses_nobody_backwards_and_who_is_not_needed_falls_at_least_as_asked(cohort, gamma, ridge):
+    out = eh.aggregate("even", cohort.updates, losses=cohort.losses, gamma=gamma, ridge=ridge)
+    norms = np.linalg.norm(cohort.updates, axis=1)
+    assume(np.linalg.norm(out.update) > 1e-6 * norms.mean() > 0.0)
+    coefficients = np.atleast_2d(out.coefficients)[0]
+    assert (coefficients >= 0.0).all()
+    moving = norms > 0.0
+    asked = np.maximum((cohort.losses / cohort.losses.max()) ** gamma, 1e-3)[moving]
+    weights = coefficients[moving] * norms[moving]
+    falls = (cohort.updates[moving] / norms[moving, None]) @ out.update
+    reached = (falls + ridge * weights) / asked  # the same for all who are needed, no less for the others
+    needed = weights > 1e-6 * weights.max()
+    np.testing.assert_allclose(reached[needed], reached[needed].mean(), rtol=1e-5, atol=1e-7 * np.abs(falls).max())
+    assert reached[~needed].min(initial=np.inf) >= reached[needed].mean() * (1 - 1e-5) - 1e-7 * np.abs(falls).max()
+
+
+def test_even_harms_nobody_whose_loss_is_zero():
+    updates = np.array([[1.0, 0.0], [-1.0, 0.1]])
+    out = eh.aggregate("even", updates, losses=[5.0, 0.0], ridge=0.0)
+    assert (updates @ out.update > 0.0).all()
 
 
 def resolved(cohort: Cohort, expected: np.ndarray) -> None:
@@ -443,7 +482,7 @@ def test_fedlfs_figure_1(losses):
     """Its three clients: FedLF's direction goes against none; the mean, FedFV's and FedMGDA+'s go against somebody."""
     updates = np.array([[-1.0, 0.5, 0.0], [0.8, -1.0, 0.0], [1.0, 1.0, -1.0]])
     given = {"losses": losses, "sizes": [1, 1, 1], "lr": 0.1}
-    for name in ("fedlf", "fedlf:normalise=false", "even"):
+    for name in ("fedlf", "fedlf:normalise=false", "even:ridge=0"):
         assert (updates @ eh.aggregate(name, updates, **given).update > 0.0).all()
     for name in ("fedavg:weights=uniform", "fedfv:alpha=0,tau=0", "fedfv:alpha=0.1,tau=0", "fedmgda+:epsilon=0.1"):
         assert (updates @ eh.aggregate(name, updates, **given).update < 0.0).any()

@@ -1,9 +1,14 @@
-"""even: our own and the default. Every present and remembered client's loss falls in proportion to its size.
+"""even: our own and the default. Every present and remembered client's loss falls at least in proportion to its size.
 
-Not from a paper: AdaFed's condition, FedLF's equal-length updates and its memory of absent clients, in one
-linear system. With unit updates u_k (present and remembered) and losses f,
-    (U U' + ridge I) w = f^gamma,   d = sum_k w_k u_k, with the length of the mean update.
-The ridge keeps near-copies of one update from being played off against each other.
+Not from a paper: FedMGDA+'s hull of unit updates, AdaFed's proportion and FedLF's memory of absent clients in one small
+problem. With unit updates u_k (present and remembered) and b_k = (f_k / max f)^gamma it is the shortest d that meets
+u_k . d >= b_k, where falling short is paid for and falling faster is free:
+    minimise  |d|^2 / 2 + sum_k max(0, b_k - u_k . d)^2 / (2 ridge).
+Its dual is a min-norm point: d = sum_k w_k u_k / b_k, where w on the simplex minimises |d|^2 + ridge |w / b|^2.
+No update is ever used backwards (w >= 0), and d gets the length of the mean update. A larger ridge listens more to
+what many clients say alike; without one d is the hull's nearest point itself, and goes against nobody.
+
+A client whose loss is nearly zero asks for LEAST at least, so that nobody's loss is paid for by another's.
 """
 
 from __future__ import annotations
@@ -14,16 +19,18 @@ from typing import ClassVar
 import numpy as np
 
 from evenhand.checks import number
-from evenhand.methods.adafed import proportional_descent
-from evenhand.methods.base import Memo, Round, Rule, Weights, check_absent, like_the_mean, nonnegative_losses
+from evenhand.methods.base import Memo, Round, Rule, Weights, check_absent, like_the_mean, nonnegative_losses, unit
+from evenhand.solvers import min_norm
+
+LEAST = 1e-3  # of the fall asked of the largest loss
 
 
 @dataclass(frozen=True)
 class Even(Rule):
-    """All clients' losses, absent ones included, fall together, larger ones faster: one linear solve."""
+    """All clients' losses, absent ones included, fall together, larger ones faster: one min-norm point."""
 
     gamma: float = 1.0
-    ridge: float = 1e-3
+    ridge: float = 0.1
     absent: str = "expected"
 
     name: ClassVar[str] = "even"
@@ -32,7 +39,7 @@ class Even(Rule):
 
     def __post_init__(self) -> None:
         number("gamma", self.gamma, low=0.0)
-        number("ridge", self.ridge, above=0.0)
+        number("ridge", self.ridge, low=0.0)
         check_absent(self.absent)
 
     def weigh(self, round: Round, memo: Memo) -> Weights:
@@ -40,8 +47,15 @@ class Even(Rule):
         largest = losses.max()
         if largest == 0.0:
             return Weights(np.zeros(round.rows), notes=("every loss is zero: the update is zero",))
-        coefficients, notes = proportional_descent(
-            round, (losses / largest) ** self.gamma, equal_lengths=True, ridge=self.ridge
-        )
-        coefficients, more = like_the_mean(round, coefficients)
-        return Weights(coefficients, notes=notes + more)
+        coefficients = np.zeros(round.rows)
+        moving = np.flatnonzero(round.norms > 0.0)
+        if not len(moving):
+            return Weights(coefficients, notes=("every update is zero: the update is zero",))
+        falls = np.maximum((losses[moving] / largest) ** self.gamma, LEAST)
+        scale = unit(round.norms[moving]) / falls
+        hull = round.total[moving[:, None], moving] * np.outer(scale, scale)
+        hull[np.diag_indices(len(hull))] += self.ridge / falls**2
+        solved = min_norm(hull)
+        coefficients[moving] = solved.weights * scale
+        coefficients, notes = like_the_mean(round, coefficients)
+        return Weights(coefficients, notes=(f"min-norm point: {solved.note()}", *notes))
