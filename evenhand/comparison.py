@@ -142,15 +142,16 @@ class Comparison:
         folder: Path | None = None,
         *,
         diverged: Mapping[str, int] | None = None,
-        order: Sequence[str] = (),
+        methods: Mapping[str, Method] | None = None,
     ) -> None:
         self.experiment = experiment
         self.runs = dict(runs)
         """By method, as it was written."""
         self.diverged = dict(diverged or {})
         """Methods whose training diverged, under any of the seeds, and in which round; they have no runs here."""
-        self.labels = tuple(order) or (*self.runs, *self.diverged)
-        """All methods, in the order of the table."""
+        self.methods = dict(methods or {label: entry.experiment.method for label, entry in self.runs.items()})
+        """All methods themselves, also those that diverged, in the order of the table."""
+        self.labels = tuple(self.methods)
         self.folder = folder
         self.confidence = CONFIDENCE
         if not self.runs:
@@ -172,6 +173,10 @@ class Comparison:
     @property
     def first(self) -> str:
         return self.labels[0]
+
+    def description(self) -> str:
+        """The file that repeats the comparison."""
+        return _description(self.experiment, self.methods)
 
     @property
     def seeds(self) -> tuple[int, ...]:
@@ -353,6 +358,12 @@ class Comparison:
             storage.write_bytes(path, text.encode())
         return Path(path)
 
+    def figure(self, name: str, path: str | Path) -> Path:
+        """Write one figure of the report (`evenhand figure` lists them); the suffix says how: .svg, .pdf or .png."""
+        from evenhand.report import draw_comparison
+
+        return draw_comparison(self, name, path)
+
     def report(self, path: str | Path | None = None) -> Path:
         """Write a page about the comparison that needs nothing else to be read; default: into its folder."""
         from evenhand.report import write_comparison
@@ -463,8 +474,8 @@ def load_comparison(out: str | Path) -> Comparison:
     diverged = {label: round for label, round in ends.items() if round is not None}
     if not runs and not diverged:
         raise EvenhandError(f"no method of {str(folder.path)!r} is finished yet; {folder.command} goes on")
-    order = [label for label in methods if label in runs or label in diverged]
-    return Comparison(chosen, runs, folder.path, diverged=diverged, order=order)
+    begun = {label: entry for label, entry in methods.items() if label in runs or label in diverged}
+    return Comparison(chosen, runs, folder.path, diverged=diverged, methods=begun)
 
 
 def refuse_method_settings(settings: Mapping[str, Any]) -> None:
@@ -487,14 +498,14 @@ def labelled(methods: Sequence[Any]) -> dict[str, Method]:
     found: dict[str, Method] = {}
     for given in methods:
         chosen = method(given)
-        label = "".join(given.split()) if isinstance(given, str) else _label(chosen)
+        label = "".join(given.split()) if isinstance(given, str) else method_label(chosen)
         if label in found:
             raise EvenhandError(f"the method {label!r} is given twice")
         found[label] = chosen
     return found
 
 
-def _label(chosen: Method) -> str:
+def method_label(chosen: Method) -> str:
     """The name, and the settings that are not the named method's own."""
     known = METHODS.get(chosen.name)
     changed = []
@@ -557,7 +568,7 @@ def _play(
         except Diverged as end:  # the other methods have a right to their turn
             diverged[label] = end.round
     where = None if folder is None else folder.path
-    found = Comparison(chosen, runs, where, diverged=diverged, order=tuple(methods))
+    found = Comparison(chosen, runs, where, diverged=diverged, methods=methods)
     if folder is not None:
         with writing(folder.path, f"put that right and go on with: {folder.command}"):
             for name in TABLES:
