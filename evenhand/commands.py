@@ -95,5 +95,7 @@ def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in values.items():
         if name == "method":
             continue
-        found |= {f"{name}.{key}": entry for key, entry in value.items()} if isinstance(value, Mapping) else {name: value}
+        found |= (
+            {f"{name}.{key}": entry for key, entry in value.items()} if isinstance(value, Mapping) else {name: value}
+        )
     return found

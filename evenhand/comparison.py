@@ -478,6 +478,45 @@ def load_comparison(out: str | Path) -> Comparison:
     return Comparison(chosen, runs, folder.path, diverged=diverged, methods=begun)
 
 
+def still_to_run(out: str | Path) -> tuple[list[str], int]:
+    """The methods of a comparison's folder that have not come to their end, and the rounds each of them takes."""
+    folder = ComparisonFolder(out)
+    folder.must_be_started()
+    chosen, methods = read_description(folder.path / COMPARISON)
+    places = {label: RunFolder(folder.path / name) for label, name in _places(methods).items()}
+    return [label for label, place in places.items() if not place.finished and place.diverged is None], chosen.rounds
+
+
+def side_by_side(places: Sequence[str | Path]) -> Comparison:
+    """Runs of several folders as one comparison; nothing but their methods may differ."""
+    runs: dict[str, Runs] = {}
+    for place in places:
+        if ComparisonFolder(place).started:
+            found = {label: (entry, entry.folder) for label, entry in load_comparison(place).runs.items()}
+        else:
+            entry = load_runs(place)
+            found = {method_label(entry.experiment.method): (entry, Path(place))}
+        for label, (entry, where) in found.items():
+            if not all(run.evaluations for run in entry):
+                raise EvenhandError(f"{str(place)!r} has not been measured yet, so there is nothing to compare")
+            runs[label if label not in runs else f"{label} ({where})"] = entry
+    first, *others = runs.items()
+    for label, entry in others:
+        differs = _differences(first[1].experiment, entry.experiment)
+        if differs:
+            raise EvenhandError(
+                f"{label} cannot be set beside {first[0]}: they differ in {', '.join(differs)}, not in the method alone"
+            )
+    return Comparison(first[1].experiment, runs)
+
+
+def _differences(one: Experiment, other: Experiment) -> list[str]:
+    """The settings that two experiments do not share, but for the method and where and how it is computed."""
+    here, there = (entry.to_dict() for entry in (one, other))
+    ignored = {"method", "data_dir", "device", "program", "chunk", "keep_on"}
+    return [name for name in here if name not in ignored and here[name] != there[name]]
+
+
 def refuse_method_settings(settings: Mapping[str, Any]) -> None:
     """Insist that settings of methods come with the methods: for all of them together they make no sense."""
     for name in settings:

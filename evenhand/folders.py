@@ -48,7 +48,7 @@ from evenhand.checks import EvenhandError, NoUsableClient
 from evenhand.constraints import Cells
 from evenhand.engine import checkpoint
 from evenhand.engine.simulation import Simulation
-from evenhand.fairness import curves
+from evenhand.fairness import curves, few
 from evenhand.holdings import Holdings, class_names
 from evenhand.runs import BY_CLIENT, MODEL, PERSONAL, Integers, by_client_text
 
@@ -77,6 +77,7 @@ COLUMNS = ("round", "client", "accuracy", "loss", "test_samples")
 CHECKPOINT_EVERY = 20.0  # seconds
 CHECKPOINT_SHARE = 0.05  # of the time, at most, goes into checkpoints
 SHOWN_CLIENTS = 200  # in partition.txt
+WORST_PERCENT = 10.0  # of the clients, in a progress bar
 
 
 class DiskError(EvenhandError):
@@ -113,9 +114,11 @@ class Status:
 
     def served(self) -> str:
         """How the clients are served by now, in a few words: the mean over the seeds."""
-        found = curves([entry["accuracies"] for entry in self.evaluations])
+        accuracies = np.array([entry["accuracies"] for entry in self.evaluations])
+        found = curves(accuracies, worst=WORST_PERCENT)
         mean, worst, std = (float(np.mean(found[name])) for name in ("mean", "worst", "std_pp"))
-        return f"mean {mean:.1%}, worst {worst:.1%}, std {std:.1f} pp"
+        tail = few(int(np.isfinite(accuracies[0]).sum()), WORST_PERCENT)
+        return f"mean {mean:.1%}, worst {tail} {worst:.1%}, std {std:.1f} pp"
 
 
 Progress = Callable[[Status], None]

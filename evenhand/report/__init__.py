@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from evenhand import storage
 from evenhand.report.comparison_figures import COMPARISON_FIGURES
@@ -22,6 +22,7 @@ __all__ = [
     "comparison_page",
     "draw_comparison",
     "draw_run",
+    "figures_of",
     "run_page",
     "write_comparison",
     "write_run",
@@ -38,6 +39,13 @@ def write_comparison(comparison: Comparison, path: str | Path) -> Path:
     """Write the page of a comparison."""
     storage.write_bytes(path, comparison_page(comparison).encode())
     return Path(path)
+
+
+def figures_of(shown: Any) -> dict[str, Figure]:
+    """Every figure that a run or a comparison has, by name."""
+    makers = COMPARISON_FIGURES if hasattr(shown, "cells") else RUN_FIGURES
+    drawn = {name: make(shown) for name, make in makers.items()}
+    return {name: figure for name, figure in drawn.items() if figure is not None}
 
 
 def draw_run(runs: Runs, name: str, path: str | Path) -> Path:

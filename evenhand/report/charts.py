@@ -63,7 +63,8 @@ def line_chart(
     x = Axis(0.0, max([float(line.x.max()) for line in lines if len(line.x)] + [1.0]), LEFT, WIDTH - margin)
     y = Axis(low, high, HEIGHT - BOTTOM, TOP)
     parts = [*grid(x, y, x_title, y_title)]
-    parts += [band(line, x, y) for line in lines if line.low is not None and line.high is not None]
+    faint = len(lines) > 3
+    parts += [band(line, x, y, faint) for line in lines if line.low is not None and line.high is not None]
     parts += [stroke(line, x, y) for line in lines]
     if named:
         parts += _end_names(lines, x, y)
@@ -191,18 +192,17 @@ def _pointers(spread: Spread, x: Axis, top: float, base: float, tail: str, shown
     """Where the mean and the worst few stand."""
     found = []
     words = ((spread.mean, "mean"), (spread.worst, f"worst {tail}"))
-    room = abs(x.at(spread.mean) - x.at(spread.worst)) > 80
+    room = abs(x.at(spread.mean) - x.at(spread.worst)) > 90
     for number, (value, word) in enumerate(words):
         at = x.at(value)
         dashes = ' stroke-dasharray="3 3"' if number else ""
         told = said(f"{spread.name}: {word} {value:.1f}%")
         ends = f'x1="{at:.1f}" x2="{at:.1f}" y1="{top:.1f}" y2="{base:.1f}"'
         found.append(f'<line class="whisker"{dashes} {ends}>{told}</line>')
-        if shown and (room or number == 0):
-            end = at > WIDTH - 120
-            found.append(
-                text(f"{word} {value:.1f}", at + (-4 if end else 4), top + 8, "end" if end else "start", "note")
-            )
+        label = f"{word} {value:.1f}"
+        before = at - len(label) * LETTER > x.start if number else at + len(label) * LETTER > x.end
+        if shown and (room or number == 0):  # the worst few are named to their left, the mean to its right
+            found.append(text(label, at + (-4 if before else 4), top + 8, "end" if before else "start", "note"))
     return found
 
 
@@ -342,11 +342,12 @@ def cloud_chart(clients: Sequence[Client], *, x_title: str, y_title: str) -> str
         x = Axis(*span([sizes], 0.0, math.inf), LEFT, WIDTH - RIGHT)
     y = Axis(*span([np.array([client.accuracy for client in clients])], 0.0, 100.0), HEIGHT + 60 - BOTTOM, TOP)
     parts = [*grid(x, y, x_title, y_title, bottom=HEIGHT + 60)]
-    rng = np.random.default_rng(0)  # equal clients lie beside each other, always in the same way
-    shifts = rng.uniform(-0.012, 0.012, (len(clients), 2)) * (0.6 if many else 1.0)
+    steps = np.diff([x.at(float(size)) for size in np.unique(sizes)])
+    reach = min(max(0.35 * float(steps.min()), 2.0), 40.0) if len(steps) else 40.0
+    shifts = np.random.default_rng(0).uniform(-1.0, 1.0, (len(clients), 2))  # equal clients lie beside each other
     for client, size, (right, up) in zip(clients, sizes, shifts, strict=True):
-        at = min(max(x.at(float(size)) + right * (x.end - x.start), x.start), x.end)
-        height = min(max(y.at(client.accuracy) + up * (y.start - y.end), TOP), y.start)
+        at = min(max(x.at(float(size)) + reach * right, x.start), x.end)
+        height = min(max(y.at(client.accuracy) + 3.0 * up, TOP), y.start)
         more = f' data-client="{client.place}"'
         parts.append(mark(at, height, client.group, said(client.told), 2.6 if many else 4.2, more))
     return picture(parts, f"{y_title} against {x_title}, {len(clients)} clients", HEIGHT + 60)
@@ -369,7 +370,7 @@ def heat_chart(
     The squares of a shade are one path, so that thousands of them are a small page.
     """
     rows, columns = shades.shape
-    height = max(4.0, min(24.0, 330.0 / rows))
+    height = max(4.0, min(36.0, 330.0 / rows))
     names = [shortened(name, NAME) for name in row_names]
     left = max(LEFT, max(map(len, names), default=1) * WIDE_LETTER + 24)
     bottom = TOP + rows * height
@@ -388,8 +389,9 @@ def heat_chart(
         if path:
             parts.append(f'<path class="heat" style="opacity:{level / LEVELS:.2f}" d="{path}"/>')
     every = max(1, math.ceil(13.0 / height))
-    for row in range(0, rows, every):
-        parts.append(text(names[row], left - 6, y.at(row + 0.5) + 4, "end"))
+    for row in range(rows):
+        if names[row] and (row % every == 0 or not names[row - 1]):
+            parts.append(text(names[row], left - 6, y.at(row + 0.5) + 4, "end"))
     widest = max(map(len, column_names), default=1) * LETTER + 8
     step = max(1, math.ceil(widest / width))
     for column in range(0, columns, step):
@@ -398,9 +400,12 @@ def heat_chart(
     parts += [
         f'<line class="axis" x1="{x.start:.1f}" x2="{x.end:.1f}" y1="{bottom:.1f}" y2="{bottom:.1f}"/>',
         text(x_title, (x.start + x.end) / 2, bottom + 32, "middle"),
-        f'<text class="tick" text-anchor="middle" transform="translate(12 {(TOP + bottom) / 2:.1f}) rotate(-90)">'
-        f"{y_title}</text>",
     ]
+    if bottom - TOP > len(y_title) * LETTER:
+        parts.append(
+            f'<text class="tick" text-anchor="middle" transform="translate(12 {(TOP + bottom) / 2:.1f}) rotate(-90)">'
+            f"{y_title}</text>"
+        )
     for place, words in enumerate(told):
         box = (x.start, y.at(place), x.end - x.start, height) if by_row else (x.at(place), TOP, width, bottom - TOP)
         client = "" if row_clients is None else f' data-client="{row_clients[place]}"'
@@ -416,7 +421,5 @@ def pareto_front(points: Sequence[Any]) -> list[Any]:
     return [
         one
         for one in points
-        if not any(
-            other.x <= one.x and other.y >= one.y and (other.x < one.x or other.y > one.y) for other in points
-        )
+        if not any(other.x <= one.x and other.y >= one.y and (other.x < one.x or other.y > one.y) for other in points)
     ]

@@ -32,19 +32,30 @@ DARK = {
     "grid": "#2c333a",
     "tile": "#1d2329",
     "c0": "#4bf0ff",
-    "c1": "#f08700",
-    "c2": "#a500f0",
-    "c3": "#3cc3a5",
-    "c4": "#c32d0f",
-    "c5": "#b487ff",
-    "c6": "#1e7887",
-    "c7": "#e1e169",
+    "c1": "#f0961e",
+    "c2": "#8769ff",
+    "c3": "#69c3a5",
+    "c4": "#e14b4b",
+    "c5": "#c396ff",
+    "c6": "#b469a5",
+    "c7": "#e1e178",
 }
+
+
+# Letters need more contrast than lines do: 4.5 to 1.
+LETTERS = {"c1": "#d23a00", "c3": "#00806a", "c5": "#a445d8"}
+LIGHT |= {f"t{number}": LETTERS.get(f"c{number}", LIGHT[f"c{number}"]) for number in range(SERIES)}
+DARK |= {f"t{number}": DARK[f"c{number}"] for number in range(SERIES)}
 
 
 def colour(number: int) -> str:
     """A series' colour, as the page or the figure defines it."""
     return f"var(--c{number % SERIES})"
+
+
+def letters(number: int) -> str:
+    """The same for what is written in it."""
+    return f"var(--t{number % SERIES})"
 
 
 def declared(colours: dict[str, str]) -> str:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from evenhand.commands import compare_command
 from evenhand.report import groups, page
 from evenhand.report.charts import histogram
+from evenhand.report.colours import colour
 from evenhand.report.comparison_figures import COMPARISON_FIGURES, TRADE_OFFS, on_the_front, seconds_of
 from evenhand.report.run_figures import spread
 from evenhand.report.run_page import about
-from evenhand.report.svg import colour
 from evenhand.report.words import verdict
 
 if TYPE_CHECKING:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -75,7 +76,7 @@ def standalone(found: Figure) -> str:
     style = f"text {{ font-family: {FONT} }}{svg.STYLE}"
     return filled_in(
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}" '
-        f'viewBox="0 0 {width:g} {height:g}">\n<title>{svg.escape(found.title)}</title>\n<style>{style}</style>\n'
+        f'viewBox="0 0 {width:g} {height:g}">\n<title>{escape(found.title)}</title>\n<style>{style}</style>\n'
         f'<rect width="100%" height="100%" fill="var(--paper)"/>{body.removesuffix("</svg>")}{legend}</svg>\n'
     )
 

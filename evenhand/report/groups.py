@@ -150,5 +150,3 @@ def by_client(runs: Runs) -> list[str]:
     few = f", the {MOST} worst-served of {len(run.names):,}" if len(run.names) > MOST else ""
     seed = f", seed {run.seed}" if len(runs) > 1 else ""
     return [page.table("Groups within each client", f"{both}{few}{seed}.", ["client", *cells.names], rows)]
-
-

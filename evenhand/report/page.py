@@ -10,7 +10,7 @@ from html import escape
 from pathlib import Path
 
 from evenhand.report import svg
-from evenhand.report.colours import DARK, LIGHT, declared
+from evenhand.report.colours import DARK, LIGHT, colour, declared
 from evenhand.report.figure import Figure
 
 
@@ -84,7 +84,7 @@ def legend(entries: Mapping[int, str], kind: str = "", lines: bool = False) -> s
     """Buttons that bring a series to the front."""
     items = []
     for number, name in entries.items():
-        drawn = f'<line class="line" style="stroke:{svg.colour(number)}"{svg.dashed(number)} x2="14" y1="7" y2="7"/>'
+        drawn = f'<line class="line" style="stroke:{colour(number)}"{svg.dashed(number)} x2="14" y1="7" y2="7"/>'
         sign = drawn if lines else svg.mark(7, 7, number, radius=4.5)
         items.append(
             f'<button type="button" aria-pressed="false" data-series="{number}">'
@@ -93,9 +93,7 @@ def legend(entries: Mapping[int, str], kind: str = "", lines: bool = False) -> s
     return f'<div class="legend {kind}" role="group" aria-label="what the colours mean">{"".join(items)}</div>'
 
 
-def table(
-    title: str, said: str, heads: Sequence[str], rows: Sequence[Sequence[str]], words: Sequence[int] = ()
-) -> str:
+def table(title: str, said: str, heads: Sequence[str], rows: Sequence[Sequence[str]], words: Sequence[int] = ()) -> str:
     """A table of plain text; the columns in `words` are flush left."""
     return html_table(title, said, heads, [[escape(cell) for cell in row] for row in rows], words)
 
@@ -135,7 +133,9 @@ def command(text: str) -> str:
 
 
 def facts(entries: Mapping[str, str]) -> str:
-    return "<dl>" + "".join(f"<dt>{escape(name)}</dt><dd>{escape(said)}</dd>" for name, said in entries.items()) + "</dl>"
+    return (
+        "<dl>" + "".join(f"<dt>{escape(name)}</dt><dd>{escape(said)}</dd>" for name, said in entries.items()) + "</dl>"
+    )
 
 
 def details(title: str, text: str, opened: bool = False) -> str:

@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from evenhand.report import curves, groups
-from evenhand.report.charts import BINS, Client, Spread, bar_chart, cloud_chart, distribution_chart, heat_chart, line_chart
+from evenhand.report.charts import (
+    BINS,
+    Client,
+    Spread,
+    bar_chart,
+    cloud_chart,
+    distribution_chart,
+    heat_chart,
+    line_chart,
+)
 from evenhand.report.colours import SERIES
 from evenhand.report.figure import Figure, Maker
 from evenhand.report.svg import Floats, Line
@@ -100,9 +109,7 @@ def distribution(runs: Runs) -> Figure:
     if runs[0].measured_clients <= FEW:
         heights = 100.0 * np.mean([run.accuracies for run in runs], axis=0)
         low, high = (100.0 * end([run.accuracies for run in runs], axis=0) for end in (np.min, np.max))
-        drawing = bar_chart(
-            heights, names=runs[0].names, x_title="clients", y_title="accuracy %", low=low, high=high
-        )
+        drawing = bar_chart(heights, names=runs[0].names, x_title="clients", y_title="accuracy %", low=low, high=high)
         return Figure("Every client at the end", f"Accuracy on its own test data{_spans(runs)}.", drawing)
     return Figure(
         "The distribution of accuracies",
@@ -143,7 +150,9 @@ def conflicts(runs: Runs) -> Figure | None:
 def layer_conflicts(runs: Runs) -> Figure | None:
     """The same by layer of the model; of many layers, evenly chosen ones."""
     names = runs[0].facts.get("layers") or []
-    found = next((record["layer_conflicts"] for record in runs[0].rounds if record.get("layer_conflicts")), [])
+    found: list[int] = next(
+        (record["layer_conflicts"] for record in runs[0].rounds if record.get("layer_conflicts")), []
+    )
     if len(found) < 2:
         return None
     names = names if len(names) == len(found) else [f"layer {number + 1}" for number in range(len(found))]
@@ -201,8 +210,8 @@ def listened(runs: Runs) -> Figure | None:
     together = "" if single else f" Clients share a row with {len(rows[0]) - 1:,} others served alike."
     return Figure(
         "Who was listened to",
-        "The weight of each client's update in the step, darker is more; the worst-served clients are on top. Rounds "
-        f"in which a client was not asked are white, unless its last update was remembered.{together}{seed}",
+        "The weight of each client's update in the step, fuller is more; the worst-served clients are on top. A round "
+        f"in which a client was not asked is empty, unless its last update was remembered.{together}{seed}",
         heat_chart(
             shades,
             names,
@@ -276,7 +285,7 @@ def partition(runs: Runs) -> Figure | None:
     seed = f" Seed {run.seed}." if len(runs) > 1 else ""
     return Figure(
         "Who holds what",
-        f"Samples of each class, darker is more; clients with the same main class are side by side.{fewer}{together}"
+        f"Samples of each class, fuller is more; clients with the same main class are side by side.{fewer}{together}"
         f"{seed}",
         heat_chart(
             counts,

@@ -10,8 +10,8 @@ import numpy as np
 from evenhand.commands import run_command
 from evenhand.folders import RunFolder, versions
 from evenhand.report import groups, page
+from evenhand.report.colours import colour
 from evenhand.report.run_figures import RUN_FIGURES
-from evenhand.report.svg import colour
 from evenhand.report.words import (
     at_the_end,
     baseline_of,

@@ -6,11 +6,12 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from evenhand.report.colours import SERIES, colour
+from evenhand.report.colours import SERIES, colour, letters
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -23,7 +24,8 @@ ROW = 22  # height of a row of a chart with names
 DASHES = ("", "7 3", "2 3", "9 3 2 3")
 STYLE = """
 .grid { stroke: var(--grid) } .axis { stroke: var(--soft) } .tick { fill: var(--soft); font-size: 12px }
-.line { fill: none; stroke-width: 2; stroke-linejoin: round } .band { opacity: .15 } .name { font-size: 12px }
+.line { fill: none; stroke-width: 2; stroke-linejoin: round }
+.band { opacity: .15 } .faint { opacity: .07 } .name { font-size: 12px }
 .bar { fill: var(--c0) } .whisker { stroke: var(--ink); stroke-width: 1; opacity: .55 }
 .mark { stroke: var(--paper); stroke-width: .6 } .front { fill: none; stroke: var(--soft); stroke-dasharray: 4 3 }
 .hit { fill: transparent } .heat { fill: var(--c0) } .light { opacity: .25 } .note { fill: var(--ink); font-size: 12px }
@@ -105,15 +107,13 @@ def span(values: Iterable[Floats], floor: float, ceiling: float) -> tuple[float,
 def picture(parts: Iterable[str], said: str, height: float = HEIGHT) -> str:
     """The chart; a keyboard reaches it, and the page's script then walks over its marks."""
     body = "\n".join(parts)
-    return (
-        f'<svg viewBox="0 0 {WIDTH} {height:g}" role="img" tabindex="0" aria-label="{escape(said)}">\n{body}\n</svg>'
-    )
+    return f'<svg viewBox="0 0 {WIDTH} {height:g}" role="img" tabindex="0" aria-label="{escape(said)}">\n{body}\n</svg>'
 
 
 def text(
     words: str, x: float, y: float, anchor: str = "start", kind: str = "tick", series: int | None = None, more: str = ""
 ) -> str:
-    style = "" if series is None else f' style="fill:{colour(series)}"'
+    style = "" if series is None else f' style="fill:{letters(series)}"'
     at = "" if anchor == "start" else f' text-anchor="{anchor}"'
     return f'<text class="{kind}"{style}{at} x="{x:.1f}" y="{y:.1f}"{more}>{escape(words)}</text>'
 
@@ -168,7 +168,7 @@ def stroke(line: Line, x: Axis, y: Axis) -> str:
     return f'<path class="line" data-series="{line.colour}" {style} d="{path}">{said(line.name)}</path>'
 
 
-def band(line: Line, x: Axis, y: Axis) -> str:
+def band(line: Line, x: Axis, y: Axis, faint: bool = False) -> str:
     assert line.low is not None
     assert line.high is not None
     known = np.isfinite(line.low) & np.isfinite(line.high)
@@ -177,7 +177,7 @@ def band(line: Line, x: Axis, y: Axis) -> str:
     there = [f"{x.at(a):.1f},{y.at(b):.1f}" for a, b in zip(line.x[known], line.high[known], strict=True)]
     back = [f"{x.at(a):.1f},{y.at(b):.1f}" for a, b in zip(line.x[known], line.low[known], strict=True)]
     style = f'data-series="{line.colour}" style="fill:{colour(line.colour)}"'
-    return f'<polygon class="band" {style} points="{" ".join(there + back[::-1])}"/>'
+    return f'<polygon class="band{" faint" if faint else ""}" {style} points="{" ".join(there + back[::-1])}"/>'
 
 
 def path_of(xs: Floats, ys: Floats, x: Axis, y: Axis) -> str:
@@ -221,8 +221,8 @@ def mark(x: float, y: float, number: int, inside: str = "", radius: float = 4.0,
 
 def hits(x: Axis, y: Axis, places: Floats, words: Sequence[str]) -> Iterable[str]:
     """Upright strips, one for each place on the axis, that say what stands there."""
-    edges = [x.start, *((x.at(a) + x.at(b)) / 2 for a, b in zip(places[:-1], places[1:], strict=True)), x.end]
-    for left, right, told in zip(edges[:-1], edges[1:], words, strict=True):
+    edges = [x.start, *((x.at(a) + x.at(b)) / 2 for a, b in pairwise(places)), x.end]
+    for (left, right), told in zip(pairwise(edges), words, strict=True):
         width = max(right - left, 0.0)
         yield (
             f'<rect class="hit" x="{left:.1f}" y="{y.end:.1f}" width="{width:.1f}" height="{y.start - y.end:.1f}">'

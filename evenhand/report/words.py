@@ -22,7 +22,14 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 TAIL = 10.0  # percent: of the clients, the worst and the best that a page speaks of
 SHOWN_CLASSES = 3
-EXPLAINED = ("mean", "worst", "best", "std_pp", "angle_degrees", "gini", "jain", "min", "gap")
+EXPLAINED = {
+    "mean accuracy": "mean",
+    "std (pp)": "std",
+    "angle": "angle_radians",
+    "gap": "gap",
+    "Gini": "gini",
+    "Jain": "jain",
+}
 BASELINE = "fedavg"
 
 
@@ -122,16 +129,23 @@ def client_words(run: Run, client: int, asked: int, several: bool) -> str:
 
 def measures(grouped: bool) -> list[tuple[str, str, str]]:
     """Every measure of the page: its name, how it is computed, what it says and which way is fairer."""
-    found = [(name, m.definition, f"{m.sentence} ({m.direction})") for name, m in MEASURES.items() if name in EXPLAINED]
-    found += [
-        ("worst and best 10%", f"mean accuracy of the lowest and of the highest {TAIL:g}% of the clients, at least one",
-         "How those fare whom the model serves worst and best. (higher is better)"),
-        ("conflict", "the inner product of a client's update with the step is negative",
-         "The step makes this client's own loss rise, to first order."),
-    ]  # fmt: skip
-    if grouped:
-        found += [(kind.title, kind.definition, kind.sentence) for kind in KINDS.values()]
-    return found
+    known = [(said, MEASURES[name]) for said, name in EXPLAINED.items()]
+    found = [(said, entry.definition, f"{entry.sentence} ({entry.direction})") for said, entry in known]
+    found[1:1] = [
+        (
+            "worst, best 5% or 10%",
+            "mean accuracy of the lowest, of the highest so many percent of the clients, rounded down; at least one",
+            "How those fare whom the model serves worst and best. (higher is better)",
+        )
+    ]
+    found.append(
+        (
+            "conflict",
+            "the inner product of a client's update with the step is negative",
+            "The step makes this client's own loss rise, to first order. (fewer is fairer)",
+        )
+    )
+    return found + ([(kind.title, kind.definition, kind.sentence) for kind in KINDS.values()] if grouped else [])
 
 
 def times_asked(run: Run) -> np.ndarray[Any, np.dtype[np.int64]]:
