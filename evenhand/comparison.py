@@ -149,9 +149,10 @@ class Comparison:
         """By method, as it was written."""
         self.diverged = dict(diverged or {})
         """Methods whose training diverged, under any of the seeds, and in which round; they have no runs here."""
-        self.methods = dict(methods or {label: entry.experiment.method for label, entry in self.runs.items()})
-        """All methods themselves, also those that diverged, in the order of the table."""
-        self.labels = tuple(self.methods)
+        self.methods = dict(methods or {})
+        """The methods themselves, by label."""
+        self.labels = tuple(self.methods) or (*self.runs, *self.diverged)
+        """All methods, also those that diverged, in the order of the table."""
         self.folder = folder
         self.confidence = CONFIDENCE
         if not self.runs:
@@ -398,6 +399,7 @@ def _latex_cell(cell: Cell) -> str:
 
 def _latex(text: str) -> str:
     special = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "°": r"$^\circ$"}
+    special |= {"<": r"\textless{}", ">": r"\textgreater{}"}
     return "".join(special.get(sign) or (f"\\{sign}" if sign in "%&#$_{}" else sign) for sign in text)
 
 
@@ -507,7 +509,9 @@ def side_by_side(places: Sequence[str | Path]) -> Comparison:
             raise EvenhandError(
                 f"{label} cannot be set beside {first[0]}: they differ in {', '.join(differs)}, not in the method alone"
             )
-    return Comparison(first[1].experiment, runs)
+    return Comparison(
+        first[1].experiment, runs, methods={label: entry.experiment.method for label, entry in runs.items()}
+    )
 
 
 def _differences(one: Experiment, other: Experiment) -> list[str]:

@@ -197,7 +197,7 @@ def test_a_stopped_run_says_how_to_go_on(evenhand, monkeypatch, number, code):
     def stopping(quiet):
         yield lambda status: os.kill(os.getpid(), number) if status.round == 2 else None
 
-    monkeypatch.setattr(cli, "_progress", stopping)
+    monkeypatch.setattr(cli, "progress", stopping)
     left, said, complained = evenhand("run", *SMALL, "--out", "here")
     assert (left, said) == (code, "")
     assert "stopped after round 3 of 4; nothing is lost: evenhand run --resume here goes on" in complained
@@ -212,7 +212,7 @@ def test_a_stopped_run_goes_on(evenhand, monkeypatch, tmp_path):
         def stopping(quiet):
             yield lambda status: os.kill(os.getpid(), signal.SIGINT) if status.round == 2 else None
 
-        patched.setattr(cli, "_progress", stopping)
+        patched.setattr(cli, "progress", stopping)
         evenhand("run", *SMALL, "--out", "here")
     code, said, complained = evenhand("run", "--resume", "here")
     assert code == 0

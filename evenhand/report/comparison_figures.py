@@ -73,7 +73,8 @@ def _front_words(comparison: Comparison) -> str:
     front = "The dashed steps join the methods that no other beats in both (the Pareto front)"
     if len(comparison.seeds) < 2:
         return f"{front}."
-    return f"{front}; the crosses are {comparison.confidence:.0%} intervals of the mean over {len(comparison.seeds)} seeds."
+    seeds = len(comparison.seeds)
+    return f"{front}; the crosses are {comparison.confidence:.0%} intervals of the mean over {seeds} seeds."
 
 
 def trade_off(kind: str, comparison: Comparison) -> Figure | None:

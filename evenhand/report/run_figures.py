@@ -231,6 +231,8 @@ def weights_of(run: Run) -> Floats | None:
     A rule may weigh the layers differently, and may weigh an update negatively: the absolute values count, and a
     round's shares add up to one. Remembered updates of absent clients count as theirs.
     """
+    if run.experiment.method.training != "federated":
+        return None
     found = np.zeros((len(run.rounds), len(run.names)))
     for number, record in enumerate(run.rounds):
         if not record.get("coefficients"):
