@@ -194,7 +194,7 @@ def test_a_stopped_run_says_how_to_go_on(evenhand, monkeypatch, number, code):
     evenhand("run", *SMALL, "--out", "whole", "-q")
 
     @contextmanager
-    def stopping(quiet):
+    def stopping(quiet, *rest):
         yield lambda status: os.kill(os.getpid(), number) if status.round == 2 else None
 
     monkeypatch.setattr(cli, "progress", stopping)
@@ -209,7 +209,7 @@ def test_a_stopped_run_goes_on(evenhand, monkeypatch, tmp_path):
     with monkeypatch.context() as patched:
 
         @contextmanager
-        def stopping(quiet):
+        def stopping(quiet, *rest):
             yield lambda status: os.kill(os.getpid(), signal.SIGINT) if status.round == 2 else None
 
         patched.setattr(cli, "progress", stopping)

@@ -465,3 +465,22 @@ def test_the_colours_stand_out_from_the_paper(colours):
 
     assert all(contrast(f"c{number}") >= 3.0 for number in range(SERIES))
     assert all(contrast(name) >= 4.5 for name in ("ink", "soft", *(f"t{number}" for number in range(SERIES))))
+
+
+DOCUMENT = Path(__file__).parents[1] / "docs" / "report.md"
+
+
+def test_the_commands_in_the_document_work(command):
+    pytest.importorskip("vl_convert")
+    blocks = re.findall(r"```sh\n(.*?)```", DOCUMENT.read_text(), flags=re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines() if line.startswith("evenhand ")]
+    assert len(lines) == 7
+    for line in lines:
+        code, _, complained = command(*shlex.split(line, comments=True)[1:])
+        assert code == 0, f"{line}\n{complained}"
+
+
+def test_the_document_names_every_figure():
+    text = DOCUMENT.read_text()
+    for name in RUN_FIGURES:
+        assert f"`{name}`" in text or name in NAMES

@@ -237,7 +237,7 @@ def row_bars(names: Sequence[str], values: Floats, words: Sequence[str], *, x_ti
     widest, longest = min(max(map(len, names)), LONGEST), max(map(len, words))
     bottom = TOP + ROW * len(names)
     _, top = span([values, np.zeros(1)], 0.0, math.inf)
-    x = Axis(0.0, top, widest * WIDE_LETTER + 14, WIDTH - RIGHT - longest * LETTER)
+    x = Axis(0.0, top, widest * WIDE_LETTER + 14, WIDTH - RIGHT - longest * WIDE_LETTER)
     parts = [*across(x, TOP, bottom, x_title)]
     for row, (name, value, told) in enumerate(zip(names, values, words, strict=True)):
         y = TOP + ROW * row
@@ -343,7 +343,7 @@ def cloud_chart(clients: Sequence[Client], *, x_title: str, y_title: str) -> str
     y = Axis(*span([np.array([client.accuracy for client in clients])], 0.0, 100.0), HEIGHT + 60 - BOTTOM, TOP)
     parts = [*grid(x, y, x_title, y_title, bottom=HEIGHT + 60)]
     steps = np.diff([x.at(float(size)) for size in np.unique(sizes)])
-    reach = min(max(0.35 * float(steps.min()), 2.0), 40.0) if len(steps) else 40.0
+    reach = min(max(0.25 * float(steps.min()), 2.0), 40.0) if len(steps) else 40.0
     shifts = np.random.default_rng(0).uniform(-1.0, 1.0, (len(clients), 2))  # equal clients lie beside each other
     for client, size, (right, up) in zip(clients, sizes, shifts, strict=True):
         at = min(max(x.at(float(size)) + reach * right, x.start), x.end)

@@ -157,7 +157,10 @@ def parity(comparison: Comparison) -> Figure | None:
 
 
 def conflicts(comparison: Comparison) -> Figure | None:
-    lines = _overlaid(comparison, lambda runs, label, place: curves.of_rounds(runs, label, curves.share_against, place))
+    lines = _overlaid(
+        comparison,
+        lambda runs, label, place: curves.of_rounds(runs, label, curves.share_against, place, curves.POINTS_OF_MANY),
+    )
     lines = [Line(line.name, line.x, line.y, colour=line.colour) for line in lines]
     if not any(np.isfinite(line.y).any() for line in lines):
         return None

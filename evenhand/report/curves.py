@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from evenhand.runs import Run, Runs
 
 POINTS = 60  # of a curve that has a value every round
+POINTS_OF_MANY = 20  # where many such curves share a chart
 OVER_SEEDS = "; mean over {} seeds, the bands span them"
 
 
@@ -41,9 +42,11 @@ def of_evaluations(runs: Runs, name: str, values: Callable[[Run], Floats], colou
     return line(name, rounds, np.array([values(run)[:length] for run in runs]), colour)
 
 
-def of_rounds(runs: Runs, name: str, value: Callable[[dict[str, Any]], float], colour: int) -> Line:
+def of_rounds(
+    runs: Runs, name: str, value: Callable[[dict[str, Any]], float], colour: int, points: int = POINTS
+) -> Line:
     """A number of every round, averaged over stretches of rounds."""
-    stretch = max(1, -(-len(runs[0].rounds) // POINTS))
+    stretch = max(1, -(-len(runs[0].rounds) // points))
     seeds = []
     for run in runs:
         values = np.array([value(record) for record in run.rounds], dtype=np.float64)

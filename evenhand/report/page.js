@@ -66,7 +66,7 @@
       button.addEventListener("click", () => {
         const on = button.getAttribute("aria-pressed") !== "true";
         for (const other of buttons) other.setAttribute("aria-pressed", String(on && other === button));
-        for (const mark of all("section svg [data-series]", scope)) {
+        for (const mark of all("section > svg [data-series]", document).filter((mark) => scope.contains(mark))) {
           mark.classList.toggle("dim", on && mark.dataset.series !== button.dataset.series);
         }
       });

@@ -80,8 +80,8 @@ def about(runs: Runs, command: str, description: str, grouped: bool) -> list[str
         '<section class="wide">\n<h2>The same again</h2>\n<p class="soft">This command gives the same numbers on the '
         f"same machine; the description below says everything in full.</p>\n{page.command(command)}\n"
         f"{page.facts(shown)}\n</section>",
-        page.details("All settings", description),
         table.replace('<section class="wide">', '<section class="wide words">'),
+        page.details("All settings", description),
     ]
 
 
