@@ -587,6 +587,12 @@ def _places(methods: Mapping[str, Method]) -> dict[str, str]:
     return names
 
 
+def _before_fedavg(runs: Mapping[str, Runs]) -> list[str]:
+    """The methods that came to their end before FedAvg did, whose pages name its numbers too."""
+    names = [entry.experiment.method.name for entry in runs.values()]
+    return list(runs)[: names.index("fedavg")] if "fedavg" in names else []
+
+
 def _play(
     chosen: Experiment,
     methods: Mapping[str, Method],
@@ -614,6 +620,8 @@ def _play(
     found = Comparison(chosen, runs, where, diverged=diverged, methods=methods)
     if folder is not None:
         with writing(folder.path, f"put that right and go on with: {folder.command}"):
+            for label in _before_fedavg(runs):
+                runs[label].report()  # with the baseline that was not there yet
             for name in TABLES:
                 found.export(folder.path / name)
             found.report(folder.path / REPORT)

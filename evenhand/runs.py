@@ -197,7 +197,7 @@ class Run:
 
     def report(self, path: str | Path = "report.html") -> Path:
         """Write a page about this seed that needs nothing else to be read."""
-        return Runs(self.experiment, [self]).report(path)
+        return Runs(self.experiment, [self], None if self.folder is None else self.folder.parent).report(path)
 
 
 def by_client_text(names: Sequence[str], cells: Cells, predicted: Integers) -> str:

@@ -345,7 +345,15 @@ def test_tables_and_bars_on_a_terminal(evenhand, monkeypatch):
     assert "fedavg" in said
     assert "|" not in said
     assert "mean" in complained
-    assert "worst" in complained
+    assert "worst client" in complained
+    assert "waiting" in complained  # the second method has its bar while the first one runs
+    assert re.search(r"^ ?fedavg .* ±.*[▁▂▃▄▅▆▇█]", said, flags=re.MULTILINE)
+    assert "On the Pareto front of mean accuracy and evenness: " in said
+    code, said, _ = evenhand("run", "fedavg", *SMALL)
+    assert code == 0
+    assert re.search(r"^ ?fedavg .*[▁▂▃▄▅▆▇█]", said, flags=re.MULTILINE)
+    assert "The worst client reaches " in said
+    assert said.splitlines()[-1] == "report  runs/digits-fedavg-1/report.html  (open it in a browser)"
     assert evenhand("methods")[0] == 0
 
 

@@ -125,6 +125,23 @@ def test_only_a_fedavg_run_of_the_same_setting_is_a_baseline(tmp_path):
     assert "FedAvg&#x27;s worst" in run_page(runs)
 
 
+def test_the_pages_of_a_comparison_know_fedavg_wherever_it_stands(tmp_path):
+    compare("even", "fedavg", **{**SMALL, "rounds": 4}, seeds=1, out=tmp_path / "here")
+    assert "FedAvg&#x27;s worst" in (tmp_path / "here" / "even" / "report.html").read_text()
+
+
+def test_the_page_says_where_a_run_was_made_and_not_where_it_is_read(compared, tmp_path):
+    import shutil
+
+    moved = shutil.copytree(compared / "fedlf", tmp_path / "moved")
+    versions = json.loads((moved / "versions.json").read_text())
+    (moved / "versions.json").write_text(json.dumps(versions | {"torch": "0.0.1"}))
+    assert "torch 0.0.1" in run_page(load_runs(moved))
+    assert "torch 0.0.1" in load_runs(moved)[0].report(tmp_path / "one.html").read_text()
+    (moved / "versions.json").unlink()
+    assert "<dt>versions</dt><dd>not recorded</dd>" in run_page(load_runs(moved))
+
+
 def test_the_page_of_a_run_has_every_panel(compared):
     text = (compared / "fedlf" / "report.html").read_text()
     checked(text)
@@ -132,7 +149,8 @@ def test_the_page_of_a_run_has_every_panel(compared):
         name for name in RUN_FIGURES if f'<section id="{name}">' in text
     ]
     cloud = section(text, "clients")
-    assert cloud.count("data-client=") == 24  # clients of two seeds
+    assert cloud.count('class="mark"') - cloud.count("<button") == 24  # clients of two seeds
+    assert cloud.count("data-client=") == 12  # the other charts show the first seed
     run = load_runs(compared / "fedlf")[0]
     assert f"{100 * run.accuracies[3]:.1f}% right, loss {run.losses[3]:.3f}" in cloud
     assert make_up(run.holdings.labels[3], run.holdings.classes) in cloud

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from evenhand import storage
 from evenhand.report.comparison_figures import COMPARISON_FIGURES
@@ -41,9 +41,11 @@ def write_comparison(comparison: Comparison, path: str | Path) -> Path:
     return Path(path)
 
 
-def figures_of(shown: Any) -> dict[str, Figure]:
+def figures_of(shown: Runs | Comparison) -> dict[str, Figure]:
     """Every figure that a run or a comparison has, by name."""
-    makers = COMPARISON_FIGURES if hasattr(shown, "cells") else RUN_FIGURES
+    from evenhand.comparison import Comparison
+
+    makers = COMPARISON_FIGURES if isinstance(shown, Comparison) else RUN_FIGURES
     drawn = {name: make(shown) for name, make in makers.items()}
     return {name: figure for name, figure in drawn.items() if figure is not None}
 

@@ -126,7 +126,7 @@ def bar_chart(
             continue
         left, upper = x.at(place) + gap / 2, y.at(float(height))
         parts.append(
-            f'<rect class="bar" data-client="{place}" x="{left:.2f}" y="{upper:.1f}" '
+            f'<rect class="bar" x="{left:.2f}" y="{upper:.1f}" '
             f'width="{max(width - gap, 0.4):.2f}" height="{y.start - upper:.1f}">'
             f"{said(f'{names[place]}: {height:.1f}')}</rect>"
         )
@@ -324,7 +324,8 @@ def _steps(front: Sequence[Point], x: Axis, y: Axis) -> str:
 class Client(NamedTuple):
     """One client of a cloud of points."""
 
-    place: int
+    place: int | None
+    """The number that the charts share; None for a client that no other chart shows."""
     size: float
     accuracy: float
     group: int
@@ -348,7 +349,7 @@ def cloud_chart(clients: Sequence[Client], *, x_title: str, y_title: str) -> str
     for client, size, (right, up) in zip(clients, sizes, shifts, strict=True):
         at = min(max(x.at(float(size)) + reach * right, x.start), x.end)
         height = min(max(y.at(client.accuracy) + 3.0 * up, TOP), y.start)
-        more = f' data-client="{client.place}"'
+        more = "" if client.place is None else f' data-client="{client.place}"'
         parts.append(mark(at, height, client.group, said(client.told), 2.6 if many else 4.2, more))
     return picture(parts, f"{y_title} against {x_title}, {len(clients)} clients", HEIGHT + 60)
 

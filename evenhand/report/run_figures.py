@@ -71,7 +71,8 @@ def clients(runs: Runs) -> Figure:
         size = run.test_samples[client] if held is None else held.train[client]
         told = client_words(run, client, int(asked[run.seed][client]), many)
         group = groups_of[run.seed][client]
-        points.append(Client(client, float(size), 100.0 * float(run.accuracies[client]), int(group), told))
+        place = client if run is runs[0] else None  # the other charts show the first seed
+        points.append(Client(place, float(size), 100.0 * float(run.accuracies[client]), int(group), told))
     fewer = f"; {len(points):,} of {len(chosen):,} are drawn" if step > 1 else ""
     coloured = ", coloured by the class it holds most of" if legend else ""
     return Figure(

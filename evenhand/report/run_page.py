@@ -58,10 +58,13 @@ def run_page(runs: Runs) -> str:
 
 def about(runs: Runs, command: str, description: str, grouped: bool) -> list[str]:
     """What every page ends with: how to repeat it, on what it was run, what the measures mean."""
-    folder = None if runs.folder is None else RunFolder(runs.folder)
-    kept = folder.versions if folder is not None else {}
-    known: dict[str, Any] = kept or versions(runs.experiment.torch_device())
+    kept = None if runs.folder is None else RunFolder(runs.folder).versions
+    known: dict[str, Any] = versions(runs.experiment.torch_device()) if kept is None else kept
     facts = runs[0].facts
+
+    def named(*names: str) -> str:
+        return ", ".join(f"{name} {known[name]}" for name in names if name in known) or "not recorded"
+
     shown = {
         "data": f"{facts['data']}, {facts['samples']:,} samples" if facts else runs.experiment.data_name,
         "data fingerprint": str(facts.get("data_fingerprint", "not recorded")),
@@ -69,8 +72,8 @@ def about(runs: Runs, command: str, description: str, grouped: bool) -> list[str
             f"{fingerprint} (seed {seed})" for seed, fingerprint in facts.get("partition_fingerprints", {}).items()
         ),
         "model": f"{runs.experiment.model}, {facts['parameters']:,} parameters" if facts else runs.experiment.model,
-        "versions": ", ".join(f"{name} {known[name]}" for name in ("evenhand", "python", "torch", "numpy")),
-        "machine": f"{known['platform']}, {known['device']}, {known['threads']} threads",
+        "versions": named("evenhand", "python", "torch", "numpy"),
+        "machine": named("platform", "device", "threads"),
         "started": str(known.get("started") or "not recorded"),
     }
     rows = [list(entry) for entry in measures(grouped)]
