@@ -168,7 +168,7 @@ def distribution_chart(spreads: Sequence[Spread], *, x_title: str, tail: str) ->
     highest = max(float(share.max()) for share in shares) or 1.0
     for place, (spread, share) in enumerate(zip(spreads, shares, strict=True)):
         base = TOP + row * (place + 1)
-        y = Axis(0.0, highest, base, base - row + 18)
+        y = Axis(0.0, highest, base, base - row + 20)
         if single:
             parts += [text(f"{value:g}%", left - 6, y.at(value) + 4, "end") for value in y.ticks(4)]
         else:
@@ -184,7 +184,7 @@ def distribution_chart(spreads: Sequence[Spread], *, x_title: str, tail: str) ->
                     f"{said(told)}</rect>"
                 )
         parts.append(f'<line class="axis" x1="{x.start:.1f}" x2="{x.end:.1f}" y1="{base:.1f}" y2="{base:.1f}"/>')
-        parts += _pointers(spread, x, base - row + 14, base, tail, shown=single or place == 0)
+        parts += _pointers(spread, x, base - row + 4, base, tail, shown=single or place == 0)
     return picture(parts, f"distribution of {x_title}: {', '.join(spread.name for spread in spreads)}", bottom + 38)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -193,15 +193,22 @@ def losses(runs: Runs) -> Figure | None:
 def listened(runs: Runs) -> Figure | None:
     """Who was listened to: the share of the weight that each client's update got, over the rounds."""
     run: Run = runs[0]
-    weights = weights_of(run)
-    if weights is None:
-        return None
     order = np.argsort(np.nan_to_num(run.accuracies, nan=2.0), kind="stable")
     rows = np.array_split(order, min(ROWS, len(order)))
     stretch = -(-len(run.rounds) // COLUMNS)
     columns = [slice(start, start + stretch) for start in range(0, len(run.rounds), stretch)]
-    shades = np.array([[weights[part][:, row].mean() for part in columns] for row in rows])
-    asked, total = times_asked(run), weights.sum(0)
+    row_of = np.empty(len(order), dtype=np.int64)
+    for place, row in enumerate(rows):
+        row_of[row] = place
+    shades, total = np.zeros((len(rows), len(columns))), np.zeros(len(order))
+    for number, clients, shares in shares_of(run):
+        np.add.at(shades[:, number // stretch], row_of[clients], shares)
+        np.add.at(total, clients, shares)
+    if not total.any():
+        return None
+    lengths = [len(run.rounds[part]) for part in columns]
+    shades /= np.outer([len(row) for row in rows], lengths)
+    asked = times_asked(run)
     told = [_listened_words(run, row, asked, total) for row in rows]
     single = len(rows) == len(order)
     names = [run.names[row[0]] if single else "" for row in rows]
@@ -226,15 +233,14 @@ def listened(runs: Runs) -> Figure | None:
     )
 
 
-def weights_of(run: Run) -> Floats | None:
-    """Rounds x clients: the share of each client's update in the step, all layers together; 0 where it had none.
+def shares_of(run: Run) -> Iterator[tuple[int, list[int], Floats]]:
+    """Of every round: its number, the clients whose updates the step is made of, and the share of each.
 
-    A rule may weigh the layers differently, and may weigh an update negatively: the absolute values count, and a
-    round's shares add up to one. Remembered updates of absent clients count as theirs.
+    A rule may weigh the layers differently, and may weigh an update negatively: the absolute values count, over all
+    layers, and a round's shares add up to one. Remembered updates of absent clients count as theirs.
     """
     if run.experiment.method.training != "federated":
-        return None
-    found = np.zeros((len(run.rounds), len(run.names)))
+        return
     for number, record in enumerate(run.rounds):
         if not record.get("coefficients"):
             continue
@@ -242,8 +248,7 @@ def weights_of(run: Run) -> Floats | None:
         rows = [client for client in record["asked"] if client not in lost] + record.get("remembered_clients", [])
         sizes = np.abs(np.array(record["coefficients"], dtype=np.float64)).mean(0)[: len(rows)]
         if sizes.sum() > 0.0:
-            np.add.at(found[number], rows, sizes / sizes.sum())
-    return found if found.any() else None
+            yield number, rows, sizes / sizes.sum()
 
 
 def _listened_words(run: Run, row: Any, asked: Any, total: Any) -> str:

@@ -11,7 +11,7 @@ from evenhand.commands import run_command
 from evenhand.folders import RunFolder, versions
 from evenhand.report import groups, page
 from evenhand.report.colours import colour
-from evenhand.report.run_figures import RUN_FIGURES
+from evenhand.report.run_figures import MANY, RUN_FIGURES
 from evenhand.report.words import (
     at_the_end,
     baseline_of,
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from evenhand.runs import Run, Runs
 
 WORST_SHOWN = 10
+LETTERS = 200_000  # of all clients' names together, to find them by
 STRIPE = 120  # width of a picture of a client's classes
 FIRST = ("accuracy", "clients", "distribution", "fairness")  # the rest of the figures follow in their order
 
@@ -35,8 +36,7 @@ def run_page(runs: Runs) -> str:
     figures = {name: make(runs) for name, make in RUN_FIGURES.items()}
     drawn = {name: figure for name, figure in figures.items() if figure is not None}
     sections = {
-        name: page.figure(figure, name, page.finder(runs[0].names) if name == "clients" and len(runs) == 1 else "")
-        for name, figure in drawn.items()
+        name: page.figure(figure, name, _finder(runs) if name == "clients" else "") for name, figure in drawn.items()
     }
     people = [name for name in sections if name in groups.FIGURES]
     rest = [name for name in sections if name not in FIRST and name not in people]
@@ -86,6 +86,13 @@ def about(runs: Runs, command: str, description: str, grouped: bool) -> list[str
         table.replace('<section class="wide">', '<section class="wide words">'),
         page.details("All settings", description),
     ]
+
+
+def _finder(runs: Runs) -> str:
+    """Where every client of the charts can be found by name without filling the page with names."""
+    names = runs[0].names
+    small = len(names) <= MANY and sum(map(len, names)) <= LETTERS
+    return page.finder(names) if small and len(runs) == 1 else ""
 
 
 def _what(runs: Runs) -> str:

@@ -13,6 +13,7 @@ from evenhand.counts import KINDS
 from evenhand.fairness import MEASURES, few
 from evenhand.folders import DESCRIPTION, RunFolder
 from evenhand.holdings import Holdings
+from evenhand.report.svg import shortened
 
 if TYPE_CHECKING:
     from evenhand.comparison import Comparison
@@ -22,6 +23,7 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 TAIL = 10.0  # percent: of the clients, the worst and the best that a page speaks of
 SHOWN_CLASSES = 3
+NAME = 80  # letters of a client's name
 EXPLAINED = {
     "mean accuracy": "mean",
     "std (pp)": "std",
@@ -96,7 +98,21 @@ def verdict(comparison: Comparison) -> str:
     said += f", with {against} {served[against]:.0f}%." if against else "."
     means = {label: float(runs.measured("mean").mean()) for label, runs in comparison.runs.items()}
     highest = max(means, key=lambda label: means[label])
-    return f"{said} The mean accuracy is highest with {highest}: {100 * means[highest]:.1f}%."
+    said += f" The mean accuracy is highest with {highest}: {100 * means[highest]:.1f}%."
+    return f"{said} {_parity(comparison)}" if comparison.grouped else said
+
+
+def _parity(comparison: Comparison) -> str:
+    """Who treats groups of people most alike."""
+    gaps = {label: 100.0 * float(runs.measured("dp").mean()) for label, runs in comparison.runs.items()}
+    best = min(gaps, key=lambda label: gaps[label])
+    rest = [label for label in gaps if label != best]
+    against = comparison.first if comparison.first in rest else (rest[0] if rest else "")
+    other = f", with {against} {gaps[against]:.1f}" if against else ""
+    return (
+        f"Groups are treated most alike with {best}: a class is predicted for one of them up to {gaps[best]:.1f} points "
+        f"more or less often than for everyone{other}."
+    )
 
 
 def make_up(counts: Any, classes: Sequence[str]) -> str:
@@ -118,7 +134,7 @@ def make_up(counts: Any, classes: Sequence[str]) -> str:
 def client_words(run: Run, client: int, asked: int, several: bool) -> str:
     """What the page tells about a client that is pointed at."""
     held: Holdings | None = run.holdings
-    lines = [f"client {run.names[client]}" + (f", seed {run.seed}" if several else "")]
+    lines = [f"client {shortened(run.names[client], NAME)}" + (f", seed {run.seed}" if several else "")]
     lines.append(f"{100 * run.accuracies[client]:.1f}% right, loss {run.losses[client]:.3f}")
     if held is not None:
         lines.append(f"{held.train[client]:,} training and {held.test[client]:,} test samples")
