@@ -110,7 +110,7 @@ def _parity(comparison: Comparison) -> str:
     against = comparison.first if comparison.first in rest else (rest[0] if rest else "")
     other = f", with {against} {gaps[against]:.1f}" if against else ""
     return (
-        f"Groups are treated most alike with {best}: a class is predicted for one of them up to {gaps[best]:.1f} points "
+        f"Groups are treated most alike with {best}: a class is predicted for one up to {gaps[best]:.1f} points "
         f"more or less often than for everyone{other}."
     )
 
