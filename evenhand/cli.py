@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 import typer
 
 from evenhand.checks import EvenhandError, plain_value
+from evenhand.terminal import print_comparison, print_run, progress
 
 if TYPE_CHECKING:
-    from evenhand.comparison import Cell, Comparison
-    from evenhand.folders import Folder, Progress, Status
+    from evenhand.comparison import Comparison
+    from evenhand.folders import Folder
     from evenhand.runs import Runs
 
-WIDEST = 1000  # letters in a line, more than any table needs
 ROOM = 36  # letters for the last column of a listing; with less, every entry gets lines of its own
 BROKEN = 1  # exit code of an audit that breaks a bound
 WRONG = 2  # exit code of an error that the caller can put right
@@ -245,13 +245,13 @@ def run(
     if resume is not None:
         _alone(given, config, method, out, force)
         _say_if_finished(RunFolder(resume), as_json or quiet)
-        with _progress(quiet) as show:
+        with progress(quiet) as show:
             runs = experiments.resume(resume, checkpoint_every=checkpoint_every, progress=show)
         _result(runs, as_json, quiet)
         return
     base = experiments.load_toml(config) if config is not None else experiments.Experiment()
     chosen = base.with_settings(({"method": method} if method is not None else {}) | given)
-    with _folder(out, f"{_short(chosen.data)}-{chosen.method.name}") as folder, _progress(quiet) as show:
+    with _folder(out, f"{_short(chosen.data)}-{chosen.method.name}") as folder, progress(quiet) as show:
         started = perf_counter()
         runs = experiments.simulate(chosen, out=folder, force=force, checkpoint_every=checkpoint_every, progress=show)
     _result(runs, as_json, quiet, perf_counter() - started)
@@ -303,7 +303,7 @@ def compare(
     if resume is not None:
         _alone(given, config, methods, out, force)
         _say_if_finished(ComparisonFolder(resume), as_json or quiet)
-        with _progress(quiet) as show:
+        with progress(quiet, *comparisons.still_to_run(resume)) as show:
             found = comparisons.resume_comparison(resume, checkpoint_every=checkpoint_every, progress=show)
         _table(found, export or [], as_json, quiet)
         return
@@ -315,7 +315,7 @@ def compare(
     chosen = base.with_settings(given)
     if not wanted:
         raise EvenhandError("name the methods to compare, such as: evenhand compare fedavg fedfv even")
-    with _folder(out, f"{_short(chosen.data)}-compare") as folder, _progress(quiet) as show:
+    with _folder(out, f"{_short(chosen.data)}-compare") as folder, progress(quiet, list(wanted), chosen.rounds) as show:
         started = perf_counter()
         found = comparisons.compare(
             wanted,
@@ -373,7 +373,7 @@ def tune(
 
     base = experiments.load_toml(config) if config is not None else experiments.Experiment()
     values = {name: _listed(text) for name, text in (_pair(entry, "--space") for entry in space or [])}
-    with _progress(quiet or as_json) as show:
+    with progress(quiet or as_json) as show:
         found = search_for(
             method,
             experiment=base.with_settings(given),
@@ -469,7 +469,7 @@ def reproduce(
         raise EvenhandError("--quirks, --no-quirks and --both exclude each other")
     folder = out or reproduction.default_folder(name)
     try:
-        with _progress(quiet) as show:
+        with progress(quiet) as show:
             found = reproduction.reproduce(
                 name,
                 rounds=rounds,
@@ -791,26 +791,72 @@ def models(as_json: Json = False) -> None:
 
 @command("report")
 def report(
-    folder: Annotated[Path, typer.Argument(help="The folder of a run or of a comparison.")],
+    folders: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs or of a comparison.")],
     out: Annotated[
-        Path | None, typer.Option(help="Where to write the page; default: report.html in the folder.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Where to write the page [report.html in the folder; of several: here]."),
     ] = None,
 ) -> None:
-    """Write the page of a run or a comparison again.
+    """Write the page of a run or a comparison, or of several runs beside each other.
 
-    Also of one that is not finished: it then shows how far it has got.
+    Also of one that is not finished: it then shows how far it has got. Runs are set beside each other where nothing but
+    their methods differs.
 
     \b
-    Example:
+    Examples:
       evenhand report runs/digits-even-1 --out even.html
+      evenhand report runs/digits-fedavg-1 runs/digits-even-1 --out both.html
     """
-    from evenhand.comparison import load_comparison
-    from evenhand.experiment import load_runs
-    from evenhand.folders import ComparisonFolder, writing
+    from evenhand.folders import writing
 
-    found = load_comparison(folder) if ComparisonFolder(folder).started else load_runs(folder)
-    with writing(out or folder):
-        print(found.report(out))
+    found = _load(folders)
+    place = out if out is not None or len(folders) == 1 else Path("report.html")
+    with writing(place or folders[0]):
+        print(found.report(place))
+
+
+@command("figure")
+def figure(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run or of a comparison.")],
+    name: Annotated[str | None, typer.Argument(help="Which figure; without it, list those that there are.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The file: .svg, .pdf or .png [NAME.svg in this folder].")
+    ] = None,
+) -> None:
+    """Write one figure of a report to a file, for a paper or a slide.
+
+    PDF and PNG need vl-convert-python: pip install 'evenhand[figures]'.
+
+    \b
+    Examples:
+      evenhand figure runs/digits-compare-1
+      evenhand figure runs/digits-compare-1 distribution --out f.pdf
+      evenhand figure runs/digits-even-1 clients --out clients.svg
+    """
+    from evenhand.folders import writing
+    from evenhand.report import figures_of
+    from evenhand.report.figure import check_kind
+
+    if out is not None:
+        check_kind(out)
+    found = _load([folder])
+    if name is None:
+        _print_table(("figure", "what it shows"), [(word, drawn.title) for word, drawn in figures_of(found).items()])
+        return
+    place = out if out is not None else Path(f"{name}.svg")
+    with writing(place):
+        print(found.figure(name, place))
+
+
+def _load(folders: Sequence[Path]) -> Runs | Comparison:
+    """What the folders hold; several are a comparison of all their runs."""
+    from evenhand.comparison import load_comparison, side_by_side
+    from evenhand.experiment import load_runs
+    from evenhand.folders import ComparisonFolder
+
+    if len(folders) > 1:
+        return side_by_side(folders)
+    return load_comparison(folders[0]) if ComparisonFolder(folders[0]).started else load_runs(folders[0])
 
 
 # ------------------------------------------------------------------------------------------------------------ printing
@@ -834,6 +880,11 @@ def _result(runs: Runs, as_json: bool, quiet: bool, seconds: float | None = None
         return
     for note in runs.notes:
         _say(f"note: {note}")
+    if sys.stdout.isatty():
+        print(runs.experiment, end="\n\n")
+        print_run(runs)
+        _where(runs.folder, seconds)
+        return
     print(runs)
     if len(runs) > 1:
         summary = runs.summary()
@@ -844,6 +895,8 @@ def _result(runs: Runs, as_json: bool, quiet: bool, seconds: float | None = None
 
 
 def _table(found: Comparison, export: Sequence[Path], as_json: bool, quiet: bool, seconds: float | None = None) -> None:
+    from evenhand.report.comparison_page import front_words
+
     for path in export:
         found.export(path)
     if as_json:
@@ -855,9 +908,10 @@ def _table(found: Comparison, export: Sequence[Path], as_json: bool, quiet: bool
         _say(f"note: {note}")
     print(found.experiment.setting(), end="\n\n")
     if sys.stdout.isatty():
-        _print_bold(found)
+        print_comparison(found)
     else:
         print(found.markdown())
+    print(front_words(found), end="\n\n")
     _where(found.folder, seconds)
 
 
@@ -865,31 +919,6 @@ def _where(folder: Path | None, seconds: float | None) -> None:
     """The last lines: where everything is, and how to look at it."""
     print(f"folder  {folder}" + ("" if seconds is None else f"  ({seconds:.1f} s)"))
     print(f"report  {Path(str(folder)) / 'report.html'}  (open it in a browser)")
-
-
-def _print_bold(found: Comparison) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
-    table.add_column("method", no_wrap=True)
-    for column in found.columns:
-        table.add_column(column.head.replace(" accuracy", "\naccuracy"), justify="right", no_wrap=True)
-    for label, *row in found.rows(_rich_cell):
-        table.add_row(escape(label), *row)
-    console = Console()
-    needed = console.measure(table, options=console.options.update(width=WIDEST)).maximum
-    Console(width=max(console.width, needed)).print(table)  # a number must not be cut off, however narrow the window
-    for line in found.words():
-        console.print(line, markup=False, highlight=False)
-    console.print()
-
-
-def _rich_cell(cell: Cell) -> str:
-    number = f"[bold]{cell.number()}[/bold]" if cell.bold else cell.number()
-    return f"{number}{' ± ' + cell.plus_minus() if cell.plus_minus() else ''}{cell.marks:<2}"
 
 
 def _print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -917,42 +946,3 @@ def _print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         print(name)
         for text in filter(None, (said, known)):
             print(textwrap.fill(text, console.width - 1, initial_indent="    ", subsequent_indent="    "))
-
-
-@contextmanager
-def _progress(quiet: bool) -> Iterator[Progress | None]:
-    """A bar on stderr with what the clients get by now; nothing where stderr is no terminal."""
-    if quiet or not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[served]}"),
-        TimeRemainingColumn(compact=True),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as bars:
-        yield Bars(bars)
-
-
-class Bars:
-    """One bar a run."""
-
-    def __init__(self, bars: Any) -> None:
-        self.bars = bars
-        self.tasks: dict[str, Any] = {}
-        self.measured: dict[str, int] = {}
-
-    def __call__(self, status: Status) -> None:
-        label = status.label
-        if label not in self.tasks:
-            self.tasks[label] = self.bars.add_task(label, total=status.rounds, completed=status.round, served="")
-        evaluated = int(status.evaluations[0]["round"]) if status.evaluations else None
-        if evaluated is not None and self.measured.get(label) != evaluated:
-            self.measured[label] = evaluated
-            self.bars.update(self.tasks[label], served=status.served())
-        self.bars.update(self.tasks[label], completed=status.round)

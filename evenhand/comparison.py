@@ -142,15 +142,17 @@ class Comparison:
         folder: Path | None = None,
         *,
         diverged: Mapping[str, int] | None = None,
-        order: Sequence[str] = (),
+        methods: Mapping[str, Method] | None = None,
     ) -> None:
         self.experiment = experiment
         self.runs = dict(runs)
         """By method, as it was written."""
         self.diverged = dict(diverged or {})
         """Methods whose training diverged, under any of the seeds, and in which round; they have no runs here."""
-        self.labels = tuple(order) or (*self.runs, *self.diverged)
-        """All methods, in the order of the table."""
+        self.methods = dict(methods or {})
+        """The methods themselves, by label."""
+        self.labels = tuple(self.methods) or (*self.runs, *self.diverged)
+        """All methods, also those that diverged, in the order of the table."""
         self.folder = folder
         self.confidence = CONFIDENCE
         if not self.runs:
@@ -172,6 +174,10 @@ class Comparison:
     @property
     def first(self) -> str:
         return self.labels[0]
+
+    def description(self) -> str:
+        """The file that repeats the comparison."""
+        return _description(self.experiment, self.methods)
 
     @property
     def seeds(self) -> tuple[int, ...]:
@@ -353,6 +359,12 @@ class Comparison:
             storage.write_bytes(path, text.encode())
         return Path(path)
 
+    def figure(self, name: str, path: str | Path) -> Path:
+        """Write one figure of the report (`evenhand figure` lists them); the suffix says how: .svg, .pdf or .png."""
+        from evenhand.report import draw_comparison
+
+        return draw_comparison(self, name, path)
+
     def report(self, path: str | Path | None = None) -> Path:
         """Write a page about the comparison that needs nothing else to be read; default: into its folder."""
         from evenhand.report import write_comparison
@@ -387,6 +399,7 @@ def _latex_cell(cell: Cell) -> str:
 
 def _latex(text: str) -> str:
     special = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "°": r"$^\circ$"}
+    special |= {"<": r"\textless{}", ">": r"\textgreater{}"}
     return "".join(special.get(sign) or (f"\\{sign}" if sign in "%&#$_{}" else sign) for sign in text)
 
 
@@ -463,8 +476,49 @@ def load_comparison(out: str | Path) -> Comparison:
     diverged = {label: round for label, round in ends.items() if round is not None}
     if not runs and not diverged:
         raise EvenhandError(f"no method of {str(folder.path)!r} is finished yet; {folder.command} goes on")
-    order = [label for label in methods if label in runs or label in diverged]
-    return Comparison(chosen, runs, folder.path, diverged=diverged, order=order)
+    begun = {label: entry for label, entry in methods.items() if label in runs or label in diverged}
+    return Comparison(chosen, runs, folder.path, diverged=diverged, methods=begun)
+
+
+def still_to_run(out: str | Path) -> tuple[list[str], int]:
+    """The methods of a comparison's folder that have not come to their end, and the rounds each of them takes."""
+    folder = ComparisonFolder(out)
+    folder.must_be_started()
+    chosen, methods = read_description(folder.path / COMPARISON)
+    places = {label: RunFolder(folder.path / name) for label, name in _places(methods).items()}
+    return [label for label, place in places.items() if not place.finished and place.diverged is None], chosen.rounds
+
+
+def side_by_side(places: Sequence[str | Path]) -> Comparison:
+    """Runs of several folders as one comparison; nothing but their methods may differ."""
+    runs: dict[str, Runs] = {}
+    for place in places:
+        if ComparisonFolder(place).started:
+            found = {label: (entry, entry.folder) for label, entry in load_comparison(place).runs.items()}
+        else:
+            entry = load_runs(place)
+            found = {method_label(entry.experiment.method): (entry, Path(place))}
+        for label, (entry, where) in found.items():
+            if not all(run.evaluations for run in entry):
+                raise EvenhandError(f"{str(place)!r} has not been measured yet, so there is nothing to compare")
+            runs[label if label not in runs else f"{label} ({where})"] = entry
+    first, *others = runs.items()
+    for label, entry in others:
+        differs = _differences(first[1].experiment, entry.experiment)
+        if differs:
+            raise EvenhandError(
+                f"{label} cannot be set beside {first[0]}: they differ in {', '.join(differs)}, not in the method alone"
+            )
+    return Comparison(
+        first[1].experiment, runs, methods={label: entry.experiment.method for label, entry in runs.items()}
+    )
+
+
+def _differences(one: Experiment, other: Experiment) -> list[str]:
+    """The settings that two experiments do not share, but for the method and where and how it is computed."""
+    here, there = (entry.to_dict() for entry in (one, other))
+    ignored = {"method", "data_dir", "device", "program", "chunk", "keep_on"}
+    return [name for name in here if name not in ignored and here[name] != there[name]]
 
 
 def refuse_method_settings(settings: Mapping[str, Any]) -> None:
@@ -487,14 +541,14 @@ def labelled(methods: Sequence[Any]) -> dict[str, Method]:
     found: dict[str, Method] = {}
     for given in methods:
         chosen = method(given)
-        label = "".join(given.split()) if isinstance(given, str) else _label(chosen)
+        label = "".join(given.split()) if isinstance(given, str) else method_label(chosen)
         if label in found:
             raise EvenhandError(f"the method {label!r} is given twice")
         found[label] = chosen
     return found
 
 
-def _label(chosen: Method) -> str:
+def method_label(chosen: Method) -> str:
     """The name, and the settings that are not the named method's own."""
     known = METHODS.get(chosen.name)
     changed = []
@@ -533,6 +587,12 @@ def _places(methods: Mapping[str, Method]) -> dict[str, str]:
     return names
 
 
+def _before_fedavg(runs: Mapping[str, Runs]) -> list[str]:
+    """The methods that came to their end before FedAvg did, whose pages name its numbers too."""
+    names = [entry.experiment.method.name for entry in runs.values()]
+    return list(runs)[: names.index("fedavg")] if "fedavg" in names else []
+
+
 def _play(
     chosen: Experiment,
     methods: Mapping[str, Method],
@@ -557,9 +617,11 @@ def _play(
         except Diverged as end:  # the other methods have a right to their turn
             diverged[label] = end.round
     where = None if folder is None else folder.path
-    found = Comparison(chosen, runs, where, diverged=diverged, order=tuple(methods))
+    found = Comparison(chosen, runs, where, diverged=diverged, methods=methods)
     if folder is not None:
         with writing(folder.path, f"put that right and go on with: {folder.command}"):
+            for label in _before_fedavg(runs):
+                runs[label].report()  # with the baseline that was not there yet
             for name in TABLES:
                 found.export(folder.path / name)
             found.report(folder.path / REPORT)

@@ -20,7 +20,8 @@ from evenhand.data import SUFFIXES, Dataset, Noise, Partition, load, partition
 from evenhand.engine.sampling import Sampling
 from evenhand.engine.simulation import MEASURES, Replica, Settings, Simulation
 from evenhand.engine.training import LocalWork, Shape
-from evenhand.folders import CHECKPOINT_EVERY, DESCRIPTION, Progress, Recorder, RunFolder
+from evenhand.folders import CHECKPOINT_EVERY, DESCRIPTION, Progress, Recorder, RunFolder, facts
+from evenhand.holdings import Holdings
 from evenhand.methods import DEFAULT, Method, method
 from evenhand.models import build, must_fit
 from evenhand.runs import Run, Runs, said_once
@@ -441,7 +442,16 @@ def load_runs(out: str | Path) -> Runs:
     folder.must_be_started()
     chosen = load_toml(folder.path / DESCRIPTION)
     runs = [
-        Run(replace(chosen, seeds=(seed,)), seed, *folder.read(seed), folder=folder.seed(seed), cells=folder.cells)
+        Run(
+            replace(chosen, seeds=(seed,)),
+            seed,
+            *folder.read(seed),
+            folder=folder.seed(seed),
+            cells=folder.cells,
+            holdings=folder.holdings(seed),
+            facts=folder.facts,
+            seconds=folder.seconds(seed),
+        )
         for seed in chosen.seeds
     ]
     notes = []
@@ -474,6 +484,7 @@ def runs_of(experiment: Experiment, recorder: Recorder) -> list[Run]:
     """What every replica of a finished simulation gives."""
     runs, simulation = [], recorder.simulation
     still = {name: tensor.cpu() for name, tensor in frozen(simulation.module).items()}
+    known = facts(simulation)
     for replica, record in zip(simulation.replicas, recorder.records, strict=True):
         shared = simulation.shape.views(replica.evaluated.unsqueeze(0))
         own = None if replica.personal is None else simulation.shape.views(replica.personal)
@@ -489,6 +500,9 @@ def runs_of(experiment: Experiment, recorder: Recorder) -> list[Run]:
             partition=replica.partition,
             cells=simulation.cells,
             predicted=replica.predicted,
+            holdings=Holdings.of(replica.partition, simulation.dataset),
+            facts=known,
+            seconds=record.seconds,
         )
         runs.append(one)
     return runs

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from evenhand.recipe import Column, Figure, Part, Row
+from evenhand.report.charts import line_chart, scatter_chart
 from evenhand.report.sheet import Panel, sheet
-from evenhand.report.svg import Line, Point, line_chart, scatter_chart
+from evenhand.report.svg import Line, Point
 
 if TYPE_CHECKING:
     from evenhand.reproduction import Reproduction

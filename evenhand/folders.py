@@ -2,6 +2,7 @@
 
     experiment.toml           the description; `evenhand run --config` of it gives the same numbers
     versions.json             program versions, machine, dates
+    facts.json                what the data and the model are: fingerprint, classes, layers
     partition.txt             who holds what
     noise.csv                 where training labels are noisy: whose, to which level, how many are wrong
     summary.json              every measure at the end; its presence says that the run is finished
@@ -9,6 +10,7 @@
     diverged.json             only where the training diverged: in which round
     seed-N/rounds.jsonl       one record a round
     seed-N/clients.csv        every client's accuracy and loss at every evaluation
+    seed-N/holdings.csv       every client's samples by part and by class
     seed-N/timing.jsonl       seconds a round; apart, so that two equal runs have equal files
     seed-N/model.safetensors  the trained model (and, where clients train their own, personal.safetensors)
     checkpoint*.safetensors   while it runs, the last two states it can continue from
@@ -46,7 +48,8 @@ from evenhand.checks import EvenhandError, NoUsableClient
 from evenhand.constraints import Cells
 from evenhand.engine import checkpoint
 from evenhand.engine.simulation import Simulation
-from evenhand.fairness import curves
+from evenhand.fairness import curves, few
+from evenhand.holdings import Holdings, class_names
 from evenhand.runs import BY_CLIENT, MODEL, PERSONAL, Integers, by_client_text
 
 if TYPE_CHECKING:
@@ -55,6 +58,7 @@ if TYPE_CHECKING:
 DESCRIPTION = "experiment.toml"
 COMPARISON = "comparison.toml"
 VERSIONS = "versions.json"
+FACTS = "facts.json"
 PARTITION = "partition.txt"
 NOISE = "noise.csv"  # where training labels are wrong: whose, and how many
 SUMMARY = "summary.json"
@@ -64,6 +68,7 @@ TABLES = ("table.md", "table.tex", "table.csv")
 ROUNDS = "rounds.jsonl"
 TIMING = "timing.jsonl"
 CLIENTS = "clients.csv"
+HOLDINGS = "holdings.csv"
 PREDICTED = "predicted.jsonl"  # where there are groups: how often each class is predicted, by cell, at each evaluation
 CELLS = "groups.json"  # what the cells are
 NEWEST, CURRENT, PREVIOUS = (f"checkpoint{word}.safetensors" for word in (".new", "", ".previous"))
@@ -72,6 +77,7 @@ COLUMNS = ("round", "client", "accuracy", "loss", "test_samples")
 CHECKPOINT_EVERY = 20.0  # seconds
 CHECKPOINT_SHARE = 0.05  # of the time, at most, goes into checkpoints
 SHOWN_CLIENTS = 200  # in partition.txt
+WORST_PERCENT = 10.0  # of the clients, in a progress bar
 
 
 class DiskError(EvenhandError):
@@ -108,9 +114,11 @@ class Status:
 
     def served(self) -> str:
         """How the clients are served by now, in a few words: the mean over the seeds."""
-        found = curves([entry["accuracies"] for entry in self.evaluations])
+        accuracies = np.array([entry["accuracies"] for entry in self.evaluations])
+        found = curves(accuracies, worst=WORST_PERCENT)
         mean, worst, std = (float(np.mean(found[name])) for name in ("mean", "worst", "std_pp"))
-        return f"mean {mean:.1%}, worst {worst:.1%}, std {std:.1f} pp"
+        tail = few(int(np.isfinite(accuracies[0]).sum()), WORST_PERCENT)
+        return f"mean {mean:.1%}, worst {tail} {worst:.1%}, std {std:.1f} pp"
 
 
 Progress = Callable[[Status], None]
@@ -268,6 +276,8 @@ class RunFolder(Folder):
         """Write down who holds what, and with which versions, where that is not there yet."""
         if not (self.path / PARTITION).is_file():
             storage.write_bytes(self.path / PARTITION, partition_text(simulation).encode())
+        if not (self.path / FACTS).is_file():
+            write_json(self.path / FACTS, facts(simulation))
         noise = noise_text(simulation)
         if noise and not (self.path / NOISE).is_file():
             storage.write_bytes(self.path / NOISE, noise.encode())
@@ -278,10 +288,10 @@ class RunFolder(Folder):
 
     def clear(self) -> None:
         """Remove the files of a run, and nothing else; the description last, so that it can be done again."""
-        for name in (SUMMARY, VERSIONS, PARTITION, NOISE, CELLS, REPORT, DIVERGED, NEWEST, CURRENT, PREVIOUS):
+        for name in (SUMMARY, VERSIONS, FACTS, PARTITION, NOISE, CELLS, REPORT, DIVERGED, NEWEST, CURRENT, PREVIOUS):
             (self.path / name).unlink(missing_ok=True)
         for place in self.path.glob("seed-*"):
-            for name in (ROUNDS, TIMING, CLIENTS, PREDICTED, BY_CLIENT, MODEL, PERSONAL):
+            for name in (ROUNDS, TIMING, CLIENTS, HOLDINGS, PREDICTED, BY_CLIENT, MODEL, PERSONAL):
                 (place / name).unlink(missing_ok=True)
             sweep(place)
             with contextlib.suppress(OSError):
@@ -300,6 +310,29 @@ class RunFolder(Folder):
         names, counts, evaluations = _read_clients(place / CLIENTS)
         _add_predicted(place / PREDICTED, evaluations)
         return names, counts, rounds, evaluations
+
+    def seconds(self, seed: int) -> list[float | None]:
+        """How long each round of a seed took."""
+        return [json.loads(line)["seconds"] for line in _whole_lines(self.seed(seed) / TIMING)]
+
+    def holdings(self, seed: int) -> Holdings | None:
+        """Who holds what under a seed; None in a folder that an older version wrote."""
+        path = self.seed(seed) / HOLDINGS
+        return Holdings.read(path, self.facts["classes"]) if path.is_file() else None
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the data and the model are; empty in a folder that an older version wrote."""
+        return self._json(FACTS)
+
+    @property
+    def versions(self) -> dict[str, Any]:
+        """The programs and the machine that the run was begun with."""
+        return self._json(VERSIONS)
+
+    def _json(self, name: str) -> dict[str, Any]:
+        path = self.path / name
+        return json.loads(path.read_text()) if path.is_file() else {}
 
     @property
     def cells(self) -> Cells | None:
@@ -359,6 +392,20 @@ def noise_text(simulation: Simulation) -> str:
             level = f"{drawn.noise[client]:.6f}"
             table.writerow((replica.seed, name, level, drawn.train.sizes[client], wrong[client]))
     return text.getvalue()
+
+
+def facts(simulation: Simulation) -> dict[str, Any]:
+    """What a reader wants to know of the data and the model."""
+    dataset = simulation.dataset
+    return {
+        "data": dataset.name,
+        "samples": len(dataset),
+        "data_fingerprint": simulation.data_fingerprint,
+        "partition_fingerprints": {str(r.seed): r.partition.fingerprint() for r in simulation.replicas},
+        "classes": class_names(dataset),
+        "parameters": simulation.shape.parameters,
+        "layers": list(simulation.shape.layers),
+    }
 
 
 def versions(device: torch.device) -> dict[str, Any]:
@@ -604,7 +651,11 @@ class Recorder:
     def _flush(self) -> None:
         assert self.folder is not None
         for replica, record in zip(self.simulation.replicas, self.records, strict=True):
-            record.write(self.folder.seed(replica.seed))
+            place = self.folder.seed(replica.seed)
+            record.write(place)
+            if not (place / HOLDINGS).is_file():
+                held = Holdings.of(replica.partition, self.simulation.dataset)
+                storage.write_bytes(place / HOLDINGS, held.text(record.names).encode())
 
     def restore(self) -> None:
         """Go back to the newest checkpoint that can be read, and cut the logs to it."""

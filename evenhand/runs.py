@@ -19,6 +19,7 @@ from evenhand.constraints import Cells
 from evenhand.counts import CLIENT_MEASURES, client_measures
 from evenhand.data import Partition
 from evenhand.fairness import MEASURES, ClientFairness, Summary, client_fairness, curves
+from evenhand.holdings import Holdings
 from evenhand.tables import pandas_or_hint
 
 if TYPE_CHECKING:
@@ -65,6 +66,12 @@ class Run:
     """Where the data has sensitive attributes: the groups they make, and the cells by group and label."""
     predicted: Integers | None = field(default=None, repr=False)
     """How often each class is predicted at the end, clients x cells x classes; not kept by a run read back."""
+    holdings: Holdings | None = field(default=None, repr=False)
+    """Each client's samples by part and by class."""
+    facts: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """What the data and the model are: fingerprint, classes, layers."""
+    seconds: Sequence[float | None] = field(default=(), repr=False)
+    """How long each round took; None where that is not known."""
 
     def __str__(self) -> str:
         return f"{self.experiment}, seed {self.seed}: {self.fairness.sentence()}"
@@ -190,7 +197,7 @@ class Run:
 
     def report(self, path: str | Path = "report.html") -> Path:
         """Write a page about this seed that needs nothing else to be read."""
-        return Runs(self.experiment, [self]).report(path)
+        return Runs(self.experiment, [self], None if self.folder is None else self.folder.parent).report(path)
 
 
 def by_client_text(names: Sequence[str], cells: Cells, predicted: Integers) -> str:
@@ -308,6 +315,12 @@ class Runs(Sequence[Run]):
             f"Of the groups, {worst} is served worst: {100 * right[worst]:.1f}% right. A class is predicted for a "
             f"group up to {value:.1f} points more or less often than for everyone (demographic parity)."
         )
+
+    def figure(self, name: str, path: str | Path) -> Path:
+        """Write one figure of the report (`evenhand figure` lists them); the suffix says how: .svg, .pdf or .png."""
+        from evenhand.report import draw_run
+
+        return draw_run(self, name, path)
 
     def report(self, path: str | Path | None = None) -> Path:
         """Write a page about the run that needs nothing else to be read; default: into the run's folder."""

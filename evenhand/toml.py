@@ -60,14 +60,15 @@ def _table(path: str, table: Mapping[str, Any]) -> str:
 
 
 def _line(name: str, value: Any) -> str:
-    return f"{_key(name)} = {_written(value)}\n"
+    return f"{_key(name)} = {written(value)}\n"
 
 
 def _key(name: str) -> str:
     return name if BARE.fullmatch(name) else _text(name)
 
 
-def _written(value: Any) -> str:
+def written(value: Any) -> str:
+    """A plain value as TOML."""
     if value is None:
         return _text(NONE)
     if isinstance(value, bool):
@@ -77,7 +78,7 @@ def _written(value: Any) -> str:
     if isinstance(value, numbers.Real):
         return repr(int(value) if isinstance(value, numbers.Integral) else float(value))
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(map(_written, value)) + "]"
+        return "[" + ", ".join(map(written, value)) + "]"
     raise EvenhandError(f"{value!r} ({type(value).__name__}) cannot be written to TOML")
 
 

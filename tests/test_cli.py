@@ -194,10 +194,10 @@ def test_a_stopped_run_says_how_to_go_on(evenhand, monkeypatch, number, code):
     evenhand("run", *SMALL, "--out", "whole", "-q")
 
     @contextmanager
-    def stopping(quiet):
+    def stopping(quiet, *rest):
         yield lambda status: os.kill(os.getpid(), number) if status.round == 2 else None
 
-    monkeypatch.setattr(cli, "_progress", stopping)
+    monkeypatch.setattr(cli, "progress", stopping)
     left, said, complained = evenhand("run", *SMALL, "--out", "here")
     assert (left, said) == (code, "")
     assert "stopped after round 3 of 4; nothing is lost: evenhand run --resume here goes on" in complained
@@ -209,10 +209,10 @@ def test_a_stopped_run_goes_on(evenhand, monkeypatch, tmp_path):
     with monkeypatch.context() as patched:
 
         @contextmanager
-        def stopping(quiet):
+        def stopping(quiet, *rest):
             yield lambda status: os.kill(os.getpid(), signal.SIGINT) if status.round == 2 else None
 
-        patched.setattr(cli, "_progress", stopping)
+        patched.setattr(cli, "progress", stopping)
         evenhand("run", *SMALL, "--out", "here")
     code, said, complained = evenhand("run", "--resume", "here")
     assert code == 0
@@ -345,7 +345,15 @@ def test_tables_and_bars_on_a_terminal(evenhand, monkeypatch):
     assert "fedavg" in said
     assert "|" not in said
     assert "mean" in complained
-    assert "worst" in complained
+    assert "worst client" in complained
+    assert "waiting" in complained  # the second method has its bar while the first one runs
+    assert re.search(r"^ ?fedavg .* ±.*[▁▂▃▄▅▆▇█]", said, flags=re.MULTILINE)
+    assert "On the Pareto front of mean accuracy and evenness: " in said
+    code, said, _ = evenhand("run", "fedavg", *SMALL)
+    assert code == 0
+    assert re.search(r"^ ?fedavg .*[▁▂▃▄▅▆▇█]", said, flags=re.MULTILINE)
+    assert "The worst client reaches " in said
+    assert said.splitlines()[-1] == "report  runs/digits-fedavg-1/report.html  (open it in a browser)"
     assert evenhand("methods")[0] == 0
 
 

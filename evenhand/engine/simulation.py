@@ -646,14 +646,12 @@ class Simulation:
         return losses, right
 
     def _see_who_fell(self, ready: Ready, turns: list[Turn], before: Floats) -> None:
-        """Each replica's participants' losses after the round, and the share of those whose own loss is lower now."""
+        """Each participant's own loss after the round, and the share of them whose loss is lower now."""
         after = self._measure(self._models(ready.replicas), ready, slice(0, len(ready.owner)))
         for number, turn in enumerate(turns):
             if len(turn.kept):
-                rows = ready.rows(number)
-                record = ready.replicas[number].rounds[-1]
-                record["fell"] = float((after[rows] < before[rows])[turn.kept].mean())
-                record["losses_after"] = after[rows][turn.kept].tolist()
+                now, then = (losses[ready.rows(number)][turn.kept] for losses in (after, before))
+                ready.replicas[number].rounds[-1] |= {"losses_after": now.tolist(), "fell": float((now < then).mean())}
 
     def _record(self, out: Aggregate, losses: Floats | None, asked: int, answered: int, trials: int) -> dict[str, Any]:
         size = self.shape.parameters * 4
@@ -667,6 +665,7 @@ class Simulation:
             "layer_conflicts": found.layer_conflicts[:, :present].sum(axis=1).tolist(),
             "direction": found.direction_norm,
             "remembered": len(found.ages) - present,
+            "remembered_clients": list(found.clients[present:]),
             "excluded": {str(client): reason for client, reason in found.excluded.items()},
             "notes": list(found.notes),
             "bytes_down": size * (asked + trials * answered),

@@ -12,7 +12,8 @@ from evenhand.chance import over, wilson
 from evenhand.counts import CLIENT_MEASURES, KINDS
 from evenhand.groups import AttributeFairness, between, decimal
 from evenhand.report import page
-from evenhand.report.svg import interval_chart
+from evenhand.report.charts import interval_chart
+from evenhand.report.figure import Figure
 
 if TYPE_CHECKING:
     from evenhand.auditing import Audit
@@ -113,7 +114,7 @@ def _chart(entry: AttributeFairness, rate: str, title: str, axis: str) -> str:
     names = [entry.names[place] for place in order]
     everyone = 100 * float(hits.sum() / of.sum())
     drawing = interval_chart(names, values[order], low[order], high[order], everyone=everyone, x_title=axis)
-    return page.chart(title, said, drawing)
+    return page.figure(Figure(title, said, drawing))
 
 
 def _clients(found: Audit) -> list[str]:

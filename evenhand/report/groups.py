@@ -11,7 +11,9 @@ from evenhand.chance import over, wilson
 from evenhand.constraints import Cells
 from evenhand.counts import KINDS
 from evenhand.report import page
-from evenhand.report.svg import Floats, Line, Point, interval_chart, line_chart, scatter_chart
+from evenhand.report.charts import interval_chart, line_chart, scatter_chart
+from evenhand.report.figure import Figure
+from evenhand.report.svg import Floats, Line, Point
 
 if TYPE_CHECKING:
     from evenhand.runs import Runs
@@ -26,41 +28,40 @@ def has_groups(runs: Runs) -> bool:
     return runs[0].cells is not None and all("predicted" in run.evaluations[-1] for run in runs)
 
 
-def charts(runs: Runs) -> list[str]:
+FIGURES = ("group-accuracy", "group-predictions", "group-gaps", "multipliers", "group-trade-off")
+
+
+def figure(name: str, runs: Runs) -> Figure | None:
     """How groups are treated at the end, how that came about, and what the clients were told."""
+    if not has_groups(runs):
+        return None
     cells = runs[0].cells
     assert cells is not None
-    tables = [cells.tables(np.asarray(run.evaluations[-1]["predicted"])) for run in runs]  # groups x labels x classes
-    found = [_rates(cells, tables, "right")]
-    if cells.classes == 2:
-        found.append(_rates(cells, tables, "predicted"))
-    curves = [_curve(runs, KINDS[kind].title, kind, place) for place, kind in enumerate(SHOWN)]
-    found.append(
-        page.chart(
+    if name in ("group-accuracy", "group-predictions"):
+        if name == "group-predictions" and cells.classes != 2:
+            return None
+        tables = [cells.tables(np.asarray(run.evaluations[-1]["predicted"])) for run in runs]  # groups, labels, classes
+        return _rates(cells, tables, "right" if name == "group-accuracy" else "predicted")
+    if name == "group-gaps":
+        curves = [_curve(runs, KINDS[kind].title, kind, place) for place, kind in enumerate(SHOWN)]
+        return Figure(
             "How differently groups are treated",
             "Largest deviation of a group's rate from everyone's; lower is fairer.",
             line_chart(curves, x_title="rounds", y_title="percentage points", floor=0.0),
         )
-    )
-    told = _multipliers(runs)
-    if told:
-        found.append(
-            page.chart(
-                "What the clients were told",
-                "The multiplier of each group's constraint: how hard its rate is pushed towards everyone's.",
-                line_chart(told, x_title="rounds", y_title="multiplier"),
-            )
-        )
+    if name == "multipliers":
+        told = _multipliers(runs)
+        said = "The multiplier of each group's constraint: how hard its rate is pushed towards everyone's."
+        drawing = line_chart(told, x_title="rounds", y_title="multiplier", digits=3) if told else ""
+        return Figure("What the clients were told", said, drawing) if told else None
     path = [point for place, kind in enumerate(SHOWN) for point in _path(runs, kind, place)]
-    if len(path) > len(SHOWN):
-        found.append(
-            page.chart(
-                "Accuracy against each violation",
-                "The model at every evaluation; to the upper left is better.",
-                scatter_chart(path, x_title="largest deviation, points", y_title="accuracy %", joined=True),
-            )
-        )
-    return found
+    if len(path) <= len(SHOWN):
+        return None
+    return Figure(
+        "Accuracy against each violation",
+        "The model at every evaluation; to the upper left is better.",
+        scatter_chart(path, x_title="largest deviation, points", y_title="accuracy %", joined=True),
+    )
 
 
 def _path(runs: Runs, kind: str, colour: int) -> list[Point]:
@@ -79,7 +80,7 @@ def _path(runs: Runs, kind: str, colour: int) -> list[Point]:
     ]
 
 
-def _rates(cells: Cells, tables: Sequence[Any], what: str) -> str:
+def _rates(cells: Cells, tables: Sequence[Any], what: str) -> Figure:
     """One rate of every group, with its interval, and everyone's."""
     places = range(len(cells.names))[:MOST]
     every = np.mean(tables, axis=0)
@@ -98,7 +99,7 @@ def _rates(cells: Cells, tables: Sequence[Any], what: str) -> str:
         everyone=everyone,
         x_title=axis,
     )
-    return page.chart(title, EVERYONE, drawing)
+    return Figure(title, EVERYONE, drawing)
 
 
 def _mean(runs: Runs, measure: str) -> Floats:
@@ -149,22 +150,3 @@ def by_client(runs: Runs) -> list[str]:
     few = f", the {MOST} worst-served of {len(run.names):,}" if len(run.names) > MOST else ""
     seed = f", seed {run.seed}" if len(runs) > 1 else ""
     return [page.table("Groups within each client", f"{both}{few}{seed}.", ["client", *cells.names], rows)]
-
-
-def trade_offs(every: Sequence[tuple[str, Runs]]) -> list[str]:
-    """Accuracy against each violation, a point a method."""
-    found = []
-    for kind in SHOWN:
-        points = [
-            Point(label, 100 * float(runs.measured(kind).mean()), 100 * float(runs.measured("pooled_accuracy").mean()),
-                  place, label)
-            for place, (label, runs) in enumerate(every)
-        ]  # fmt: skip
-        found.append(
-            page.chart(
-                f"Accuracy against {KINDS[kind].title}",
-                "Largest deviation of a group's rate from everyone's; to the upper left is better.",
-                scatter_chart(points, x_title="largest deviation, points", y_title="accuracy %"),
-            )
-        )
-    return found

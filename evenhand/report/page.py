@@ -1,54 +1,51 @@
-"""One HTML page that needs nothing else: no script, no font, no request."""
+"""One HTML page that needs nothing else: no font, no request, and a small script of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import base64
+import hashlib
+from collections.abc import Mapping, Sequence
+from functools import cache
 from html import escape
+from pathlib import Path
 
-from evenhand.report.svg import COLOURS, colour
-
-STYLE = """
-:root { color-scheme: light dark; --paper: #fff; --ink: #1c2126; --soft: #5a646e; --grid: #e4e7eb; --tile: #f5f6f8;
-  --c0: #1f6fb0; --c1: #cf5f0a; --c2: #2a862a; --c3: #c8242b; --c4: #7f52b8; --c5: #7d4a3f;
-  --c6: #0c8a91; --c7: #5f6874 }
-@media (prefers-color-scheme: dark) { :root { --paper: #14181c; --ink: #e7eaed; --soft: #a0a9b2; --grid: #2c333a;
-  --tile: #1d2329; --c0: #6db3e8; --c1: #ffa557; --c2: #62c462; --c3: #ff7f7f; --c4: #bd9ae6; --c5: #cfa898;
-  --c6: #4fd0d6; --c7: #b0b8c1 } }
-* { box-sizing: border-box }
-body { margin: 0 auto; max-width: 1180px; padding: 28px 24px 60px; background: var(--paper); color: var(--ink);
-  font: 15px/1.5 system-ui, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif }
-h1 { font-size: 26px; line-height: 1.25; margin: 0 0 4px } h2 { font-size: 16px; margin: 0 0 2px }
-p { margin: 6px 0 } .soft { color: var(--soft) } .lead { font-size: 17px; margin: 18px 0 }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 12px; margin: 20px 0 26px }
-.tile { background: var(--tile); border-radius: 8px; padding: 12px 14px }
-.tile b { display: block; font-size: 24px; font-weight: 600; line-height: 1.3 } .tile small { color: var(--soft) }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 460px), 1fr)); gap: 30px 36px }
-section { min-width: 0 } section.wide, .wide + .charts { margin-top: 34px }
-svg { display: block; width: 100%; height: auto; margin-top: 6px }
-.grid { stroke: var(--grid) } .axis { stroke: var(--soft) } .tick { fill: var(--soft); font-size: 12px }
-.line { fill: none; stroke-width: 2; stroke-linejoin: round } .band { opacity: .16 } .name { font-size: 12px }
-.bar { fill: var(--c0) } .whisker { stroke: var(--ink); stroke-width: 1; opacity: .55 }
-.legend { display: flex; flex-wrap: wrap; gap: 2px 18px; margin: 20px 0 14px; padding: 8px 0; position: sticky; top: 0;
-  background: var(--paper) }
-.legend i { display: inline-block; width: 18px; border-top: 3px solid; vertical-align: middle; margin-right: 6px }
-.scroll { overflow-x: auto } table { border-collapse: collapse; margin: 10px 0; font-variant-numeric: tabular-nums }
-th, td { padding: 5px 16px 5px 0; text-align: right; border-bottom: 1px solid var(--grid); white-space: nowrap }
-sup { display: inline-block; width: 1.2em; text-align: left; line-height: 0 }
-.words td:last-child, .words th:last-child { text-align: left; white-space: normal; min-width: 22em }
-th { color: var(--soft); font-weight: 500 } th:first-child, td:first-child { text-align: left }
-@media (max-width: 600px) { .tick { font-size: 15px } .name { font-size: 14px } .tile b { font-size: 20px } }
-details { margin-top: 34px } summary { cursor: pointer; font-weight: 600 }
-pre { background: var(--tile); border-radius: 8px; padding: 14px; overflow-x: auto; font-size: 13px; line-height: 1.45 }
-"""
+from evenhand.report import svg
+from evenhand.report.colours import DARK, LIGHT, colour, declared
+from evenhand.report.figure import Figure
 
 
-def page(title: str, body: Sequence[str]) -> str:
-    """The whole page; `body` is HTML already, the title is not."""
+@cache
+def _file(name: str) -> str:
+    return (Path(__file__).parent / name).read_text(encoding="utf-8")
+
+
+def style() -> str:
+    """The page's look, on light and on dark screens; on paper always light."""
+    return (
+        f":root {{ color-scheme: light dark; {declared(LIGHT)} }}\n"
+        f"@media screen and (prefers-color-scheme: dark) {{ :root {{ {declared(DARK)} }} }}\n"
+        f"{svg.STYLE}{_file('page.css')}"
+    )
+
+
+def page(title: str, body: Sequence[str], scripts: Sequence[str] = (), connect: str = "'none'") -> str:
+    """The whole page; `body` is HTML already, the title is not.
+
+    The browser is told to run nothing but the page's own script (and `scripts`, if a server adds any) and to ask
+    nobody for anything (but `connect`), whatever the text in it says.
+    """
+    every = [_file("page.js"), *scripts]
+    hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(s.encode()).digest()).decode()}'" for s in every)
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src {hashes}; connect-src {connect}"
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n" + "\n".join(body) + "\n</body>\n"
-        "</html>\n"
+        f"<title>{escape(title)}</title>\n<style>{style()}</style>\n</head>\n<body>\n<main>\n"
+        + "\n".join(filter(None, body))
+        + "\n</main>\n"
+        + "\n".join(f"<script>{script}</script>" for script in every)
+        + "\n</body>\n</html>\n"
     )
 
 
@@ -69,36 +66,82 @@ def tiles(entries: Sequence[tuple[str, str, str]]) -> str:
     return f'<div class="tiles">{"".join(cells)}</div>'
 
 
-def chart(title: str, said: str, drawing: str) -> str:
-    return f'<section>\n<h2>{escape(title)}</h2>\n<p class="soft">{escape(said)}</p>\n{drawing}\n</section>'
+def figure(shown: Figure, name: str = "", inside: str = "") -> str:
+    """A figure with its title, its sentence and its legend; `inside` is HTML below it."""
+    place = f' id="{escape(name)}"' if name else ""
+    marks = legend(shown.legend) if shown.legend else ""
+    return (
+        f'<section{place}>\n<h2>{escape(shown.title)}</h2>\n<p class="soft">{escape(shown.said)}</p>\n{shown.drawing}\n'
+        f"{marks}{inside}</section>"
+    )
 
 
 def charts(sections: Sequence[str]) -> str:
     return '<div class="charts">\n' + "\n".join(sections) + "\n</div>"
 
 
-def legend(names: Sequence[str]) -> str:
+def legend(entries: Mapping[int, str], kind: str = "", lines: bool = False) -> str:
+    """Buttons that bring a series to the front."""
     items = []
-    for number, name in enumerate(names):
-        dashed = ";border-top-style:dashed" if number >= COLOURS else ""
-        items.append(f'<span><i style="border-color:{colour(number)}{dashed}"></i>{escape(name)}</span>')
-    return f'<div class="legend">{"".join(items)}</div>'
+    for number, name in entries.items():
+        drawn = f'<line class="line" style="stroke:{colour(number)}"{svg.dashed(number)} x2="14" y1="7" y2="7"/>'
+        sign = drawn if lines else svg.mark(7, 7, number, radius=4.5)
+        items.append(
+            f'<button type="button" aria-pressed="false" data-series="{number}">'
+            f'<svg viewBox="0 0 14 14" aria-hidden="true">{sign}</svg>{escape(name)}</button>'
+        )
+    return f'<div class="legend {kind}" role="group" aria-label="what the colours mean">{"".join(items)}</div>'
 
 
-def table(title: str, said: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table of plain text."""
-    return html_table(title, said, heads, [[escape(cell) for cell in row] for row in rows])
+def table(title: str, said: str, heads: Sequence[str], rows: Sequence[Sequence[str]], words: Sequence[int] = ()) -> str:
+    """A table of plain text; the columns in `words` are flush left."""
+    return html_table(title, said, heads, [[escape(cell) for cell in row] for row in rows], words)
 
 
-def html_table(title: str, said: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def html_table(
+    title: str, said: str, heads: Sequence[str], rows: Sequence[Sequence[str]], words: Sequence[int] = ()
+) -> str:
     """A table whose cells are HTML already."""
-    top = "".join(f"<th>{escape(name)}</th>" for name in heads)
-    body = "\n".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
+    kinds = [' class="text"' if place in words else "" for place in range(len(heads))]
+    top = "".join(f'<th scope="col"{kind}>{escape(name)}</th>' for name, kind in zip(heads, kinds, strict=True))
+    body = "\n".join(
+        "<tr>" + "".join(f"<td{kind}>{cell}</td>" for cell, kind in zip(row, kinds, strict=True)) + "</tr>"
+        for row in rows
+    )
     return (
-        f'<section class="wide">\n<h2>{escape(title)}</h2>\n<p class="soft">{escape(said)}</p>\n<div class="scroll">'
-        f"<table>\n<thead><tr>{top}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table></div>\n</section>"
+        f'<section class="wide">\n<h2>{escape(title)}</h2>\n<p class="soft">{escape(said)}</p>\n'
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(title)}"><table>\n<thead><tr>{top}</tr>'
+        f"</thead>\n<tbody>\n{body}\n</tbody>\n</table></div>\n</section>"
     )
 
 
-def details(title: str, text: str) -> str:
-    return f"<details>\n<summary>{escape(title)}</summary>\n<pre>{escape(text)}</pre>\n</details>"
+def finder(names: Sequence[str]) -> str:
+    """A field that finds a client by name in all charts."""
+    options = "".join(f'<option value="{escape(name)}" data-place="{place}">' for place, name in enumerate(names))
+    return (
+        '<form class="find interactive"><label for="client">Find a client</label><input id="client" list="clients" '
+        f'autocomplete="off"><datalist id="clients">{options}</datalist><output></output></form>'
+    )
+
+
+def command(text: str) -> str:
+    """A command, with a button that copies it."""
+    return (
+        f'<div class="command"><code>{escape(text)}</code><button type="button" class="copy interactive">copy</button>'
+        "</div>"
+    )
+
+
+def facts(entries: Mapping[str, str]) -> str:
+    return (
+        "<dl>" + "".join(f"<dt>{escape(name)}</dt><dd>{escape(said)}</dd>" for name, said in entries.items()) + "</dl>"
+    )
+
+
+def details(title: str, text: str, opened: bool = False) -> str:
+    return folded(title, f"<pre>{escape(text)}</pre>", opened)
+
+
+def folded(title: str, html: str, opened: bool = False) -> str:
+    """What only some readers want; `html` is HTML already."""
+    return f"<details{' open' if opened else ''}>\n<summary>{escape(title)}</summary>\n{html}\n</details>"

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from html import escape
 from typing import NamedTuple
 
-from evenhand.report.page import STYLE
-from evenhand.report.svg import COLOURS, HEIGHT, WIDTH, colour
+from evenhand.report.colours import colour, filled_in
+from evenhand.report.svg import HEIGHT, STYLE, WIDTH, dashed
 
 ACROSS = 2
 GAP, EDGE, LINE = 24, 20, 20
@@ -42,9 +42,9 @@ def sheet(title: str, below: Sequence[str], panels: Sequence[Panel], names: Sequ
         placed = f'<svg x="{left}" y="{top + LINE}" width="{WIDTH}" height="{HEIGHT}" '
         body += [said, panel.chart.replace("<svg ", placed, 1)]
     height = y + -(-len(panels) // across) * (HEIGHT + 2 * LINE) + 4
-    return (
+    return filled_in(
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        f'role="img" aria-label="{escape(title)}" {FONT}>\n<style>{_style()}</style>\n'
+        f'role="img" aria-label="{escape(title)}" {FONT}>\n<style>{STYLE}</style>\n'
         f'<rect width="{width}" height="{height}" style="fill:var(--paper)"/>\n' + "\n".join(body) + "\n</svg>\n"
     )
 
@@ -56,17 +56,10 @@ def _legend(names: Sequence[str], width: int, y: int) -> tuple[list[str], int]:
         wide = 26 + len(name) * LETTER + 18
         if x > EDGE and x + wide > width - EDGE:
             x, y = float(EDGE), y + LINE
-        dashed = ' stroke-dasharray="6 4"' if number >= COLOURS else ""
-        stroke = f'style="stroke:{colour(number)};stroke-width:3"{dashed}'
+        stroke = f'style="stroke:{colour(number)};stroke-width:3"{dashed(number)}'
         marks += [
             f'<line x1="{x:.0f}" x2="{x + 18:.0f}" y1="{y - 4}" y2="{y - 4}" {stroke}/>',
             f'<text x="{x + 24:.0f}" y="{y}" style="fill:var(--ink)" font-size="13">{escape(name)}</text>',
         ]
         x += wide
     return marks, y + LINE if names else y
-
-
-def _style() -> str:
-    """The page's colours, and its rules for what is inside a chart."""
-    colours, _, rules = STYLE.partition("* {")
-    return colours + "".join(f"{line}\n" for line in rules.splitlines() if line.startswith((".grid", ".line", ".bar")))

@@ -1,4 +1,4 @@
-"""Small charts as SVG text: lines with bands, sorted bars, rates with intervals. Colours are the page's own."""
+"""The parts of a chart as SVG text: axes, lines, marks, names. Colours are the page's own (`colours`)."""
 
 from __future__ import annotations
 
@@ -6,19 +6,30 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from evenhand.report.colours import SERIES, colour, letters
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 WIDTH, HEIGHT = 560, 300
 LEFT, RIGHT, TOP, BOTTOM = 58, 14, 12, 40
-COLOURS = 8  # the page defines --c0 to --c7; further lines are dashed
 LETTER = 6.4  # width of a letter of a line's name
 WIDE_LETTER = 7.2  # of a name that may hold capitals
 LONGEST = 32  # letters of a name beside a chart
 ROW = 22  # height of a row of a chart with names
+DASHES = ("", "7 3", "2 3", "9 3 2 3")
+STYLE = """
+.grid { stroke: var(--grid) } .axis { stroke: var(--soft) } .tick { fill: var(--soft); font-size: 12px }
+.line { fill: none; stroke-width: 2; stroke-linejoin: round }
+.band { opacity: .15 } .faint { opacity: .07 } .name { font-size: 12px }
+.bar { fill: var(--c0) } .whisker { stroke: var(--ink); stroke-width: 1; opacity: .55 }
+.mark { stroke: var(--paper); stroke-width: .6 } .front { fill: none; stroke: var(--soft); stroke-dasharray: 4 3 }
+.hit { fill: transparent } .heat { fill: var(--c0) } .light { opacity: .25 } .note { fill: var(--ink); font-size: 12px }
+"""
 
 
 @dataclass(frozen=True)
@@ -34,13 +45,15 @@ class Line:
 
 
 class Point(NamedTuple):
-    """One point of a chart, and what is written beside it."""
+    """One point of a chart, with what is written beside it and its intervals where it has any."""
 
     name: str
     x: float
     y: float
     colour: int = 0
     said: str = ""
+    x_interval: tuple[float, float] | None = None
+    y_interval: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -61,190 +74,77 @@ class Axis:
         return [index * step for index in range(first, math.floor(self.high / step + 1e-9) + 1)]
 
 
+class LogAxis(Axis):
+    """The same for sizes of very different order: equal factors are equal steps."""
+
+    def at(self, value: float) -> float:
+        share = (math.log(value) - math.log(self.low)) / (math.log(self.high) - math.log(self.low))
+        return self.start + share * (self.end - self.start)
+
+    def ticks(self, wanted: int = 5, least: float = 0.0) -> list[float]:
+        powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
+        tens = [10.0**power for power in powers]
+        every = tens if len(tens) > 3 else sorted(factor * ten for ten in tens for factor in (1, 2, 5))
+        return [value for value in every if self.low <= value <= self.high]
+
+
 def nice_step(rough: float) -> float:
     """1, 2 or 5 times a power of ten, at least `rough`."""
     power = 10.0 ** math.floor(math.log10(rough))
     return next(factor * power for factor in (1.0, 2.0, 5.0, 10.0) if factor * power >= rough * (1 - 1e-9))
 
 
-def line_chart(
-    lines: Sequence[Line],
-    *,
+def span(values: Iterable[Floats], floor: float, ceiling: float) -> tuple[float, float]:
+    """A range that holds all values with a little air, within limits."""
+    joined = np.concatenate([np.asarray(entry, dtype=np.float64) for entry in values] or [np.zeros(1)])
+    joined = joined[np.isfinite(joined)]
+    low, high = (float(joined.min()), float(joined.max())) if len(joined) else (0.0, 1.0)
+    air = 0.05 * (high - low) or max(abs(high) * 0.05, 0.5)
+    low, high = max(low - air, floor), min(high + air, ceiling)
+    return (low, high) if high > low else (low, low + 1.0)
+
+
+def picture(parts: Iterable[str], said: str, height: float = HEIGHT) -> str:
+    """The chart; a keyboard reaches it, and the page's script then walks over its marks."""
+    body = "\n".join(parts)
+    return f'<svg viewBox="0 0 {WIDTH} {height:g}" role="img" tabindex="0" aria-label="{escape(said)}">\n{body}\n</svg>'
+
+
+def text(
+    words: str, x: float, y: float, anchor: str = "start", kind: str = "tick", series: int | None = None, more: str = ""
+) -> str:
+    style = "" if series is None else f' style="fill:{letters(series)}"'
+    at = "" if anchor == "start" else f' text-anchor="{anchor}"'
+    return f'<text class="{kind}"{style}{at} x="{x:.1f}" y="{y:.1f}"{more}>{escape(words)}</text>'
+
+
+def said(words: str) -> str:
+    """What is told of a mark when it is pointed at."""
+    return f"<title>{escape(words)}</title>"
+
+
+def shortened(name: str, most: int = LONGEST) -> str:
+    return name if len(name) <= most else name[: most - 1] + "…"
+
+
+def grid(
+    x: Axis,
+    y: Axis,
     x_title: str,
     y_title: str,
-    floor: float = -math.inf,
-    ceiling: float = math.inf,
+    x_ticks: bool = True,
+    bottom: float = HEIGHT,
     least: float = 1.0,
-) -> str:
-    """Lines over rounds, each named at its end where the chart has few of them. least: from one tick to the next."""
-    everything = [values for line in lines for values in (line.y, line.low, line.high) if values is not None]
-    low, high = span(everything, floor, ceiling)
-    named = len(lines) <= 3 and len(lines) > 1
-    margin = RIGHT + (max(len(line.name) for line in lines) * LETTER + 6 if named else 0)
-    x = Axis(0.0, max([float(line.x.max()) for line in lines if len(line.x)] + [1.0]), LEFT, WIDTH - margin)
-    y = Axis(low, high, HEIGHT - BOTTOM, TOP)
-    parts = [*grid(x, y, x_title, y_title, least=least)]
-    parts += [band(line, x, y) for line in lines if line.low is not None and line.high is not None]
-    for line in lines:
-        dashed = ' stroke-dasharray="6 4"' if line.colour >= COLOURS else ""
-        path = path_of(line.x, line.y, x, y)
-        if np.isfinite(line.y).sum() == 1:
-            parts.append(dot(line, x, y))
-            continue
-        parts.append(
-            f'<path class="line" style="stroke:{colour(line.colour)}"{dashed} d="{path}"><title>{escape(line.name)}'
-            "</title></path>"
-        )
-    if named:
-        parts += end_names(lines, x, y)
-    return picture(parts, f"{y_title} over {x_title}")
-
-
-def dot(line: Line, x: Axis, y: Axis) -> str:
-    """What a line with a single value is drawn as."""
-    (place,) = np.flatnonzero(np.isfinite(line.y))
-    at = f'cx="{x.at(float(line.x[place])):.1f}" cy="{y.at(float(line.y[place])):.1f}"'
-    return f'<circle style="fill:{colour(line.colour)}" {at} r="3.5"><title>{escape(line.name)}</title></circle>'
-
-
-def end_names(lines: Sequence[Line], x: Axis, y: Axis) -> Iterable[str]:
-    """The lines' names at their ends, pushed apart where they would touch."""
-    ends = []
-    for line in lines:
-        known = np.flatnonzero(np.isfinite(line.y))
-        if len(known):
-            ends.append((y.at(float(line.y[known[-1]])), line))
-    ends.sort(key=lambda end: end[0])
-    places: list[float] = []
-    for wanted, _ in ends:
-        places.append(max(wanted, places[-1] + 14.0) if places else wanted)
-    overflow = max(0.0, (places[-1] if places else 0.0) - (HEIGHT - BOTTOM))
-    for place, (_, line) in zip(places, ends, strict=True):
-        yield (
-            f'<text class="name" style="fill:{colour(line.colour)}" x="{x.end + 6:.1f}" y="{place - overflow + 4:.1f}">'
-            f"{escape(line.name)}</text>"
-        )
-
-
-def bar_chart(
-    heights: Floats, low: Floats | None, high: Floats | None, *, x_title: str, y_title: str, names: Sequence[str] = ()
-) -> str:
-    """Bars side by side, with a whisker each where they stand for several; the y axis starts at zero."""
-    tops = [heights] if high is None else [heights, high]
-    _, top = span([*tops, np.zeros(1)], 0.0, 100.0)
-    count = len(heights)
-    x = Axis(0.0, float(count), LEFT, WIDTH - RIGHT)
-    y = Axis(0.0, top, HEIGHT - BOTTOM, TOP)
-    width = (x.end - x.start) / count
-    gap = min(2.0, width * 0.2)
-    parts = [*grid(x, y, x_title, y_title, x_ticks=False)]
-    for place, height in enumerate(heights):
-        if not math.isfinite(height):
-            continue
-        left, upper = x.at(place) + gap / 2, y.at(float(height))
-        said = f"{names[place]}: " if names else ""
-        parts.append(
-            f'<rect class="bar" x="{left:.2f}" y="{upper:.1f}" width="{max(width - gap, 0.4):.2f}" '
-            f'height="{y.start - upper:.1f}"><title>{escape(said)}{height:.1f}</title></rect>'
-        )
-        if low is not None and high is not None and high[place] > low[place]:
-            middle = left + (width - gap) / 2
-            ends = f'y1="{y.at(float(low[place])):.1f}" y2="{y.at(float(high[place])):.1f}"'
-            parts.append(f'<line class="whisker" x1="{middle:.2f}" x2="{middle:.2f}" {ends}/>')
-    return picture(parts, f"{y_title}, {x_title}")
-
-
-def interval_chart(
-    names: Sequence[str], values: Floats, low: Floats, high: Floats, *, everyone: float, x_title: str
-) -> str:
-    """A dot and its interval for every name, below each other, and a line where everyone is."""
-    x_low, x_high = span([values, low, high, np.array([everyone])], 0.0, 100.0)
-    widest = min(max(map(len, names)), LONGEST)
-    bottom = TOP + ROW * len(names)
-    x = Axis(x_low, x_high, widest * WIDE_LETTER + 14, WIDTH - RIGHT)
-    parts = []
-    for value in x.ticks():
-        at = x.at(value)
-        parts.append(f'<line class="grid" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{bottom}"/>')
-        parts.append(f'<text class="tick" text-anchor="middle" x="{at:.1f}" y="{bottom + 16}">{value:,g}</text>')
-    at = x.at(everyone)
-    parts.append(
-        f'<line class="axis" stroke-dasharray="4 3" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{bottom}"><title>'
-        f"everyone: {everyone:.1f}</title></line>"
-    )
-    for row, name in enumerate(names):
-        y = TOP + ROW * (row + 0.5)
-        shown = name if len(name) <= LONGEST else name[: LONGEST - 1] + "…"
-        parts.append(
-            f'<text class="tick" text-anchor="end" x="{x.start - 8:.1f}" y="{y + 4:.1f}">{escape(shown)}</text>'
-        )
-        if not math.isfinite(values[row]):
-            continue
-        ends = f'x1="{x.at(float(low[row])):.1f}" x2="{x.at(float(high[row])):.1f}" y1="{y:.1f}" y2="{y:.1f}"'
-        said = f"{name}: {values[row]:.1f} ({low[row]:.1f} .. {high[row]:.1f})"
-        parts.append(f'<line class="whisker" {ends}/>')
-        parts.append(
-            f'<circle class="bar" cx="{x.at(float(values[row])):.1f}" cy="{y:.1f}" r="4"><title>{escape(said)}</title>'
-            "</circle>"
-        )
-    middle = (x.start + x.end) / 2
-    parts.append(f'<text class="tick" text-anchor="middle" x="{middle:.1f}" y="{bottom + 32}">{escape(x_title)}</text>')
-    return picture(parts, x_title, bottom + 38)
-
-
-def scatter_chart(
-    points: Sequence[Point], *, x_title: str, y_title: str, joined: bool = False, ceiling: float = 100.0
-) -> str:
-    """Points, named where they say something; those of a colour joined in their order where they follow each other."""
-    xs, ys = (np.array([getattr(point, axis) for point in points]) for axis in ("x", "y"))
-    low, high = span([xs, np.zeros(1)], 0.0, math.inf)
-    x = Axis(low, high, LEFT, WIDTH - RIGHT)
-    y = Axis(*span([ys], 0.0, ceiling), HEIGHT - BOTTOM, TOP)
-    parts = [*grid(x, y, x_title, y_title)]
-    shades = np.array([point.colour for point in points])
-    for shade in np.unique(shades).tolist() if joined else []:
-        path = path_of(xs[shades == shade], ys[shades == shade], x, y)
-        parts.append(f'<path class="line" style="stroke:{colour(shade)};opacity:.4" d="{path}"/>')
-    taken: list[tuple[float, float]] = []
-    for point in sorted(points, key=lambda one: -one.y):
-        if not (math.isfinite(point.x) and math.isfinite(point.y)):
-            continue
-        at, height = x.at(point.x), y.at(point.y)
-        said = f"{point.name}: {point.x:.1f}, {point.y:.1f}"
-        parts.append(
-            f'<circle style="fill:{colour(point.colour)}" cx="{at:.1f}" cy="{height:.1f}" r="4"><title>{escape(said)}'
-            "</title></circle>"
-        )
-        if point.said:
-            width = len(point.said) * LETTER
-            place = height + 4
-            while any(abs(place - other) < 12 and abs(at - beside) < width for beside, other in taken):
-                place += 12
-            taken.append((at, place))
-            left = at + 7 + width < WIDTH
-            anchor = f'x="{at + 7:.1f}"' if left else f'text-anchor="end" x="{at - 7:.1f}"'
-            style = f'style="fill:{colour(point.colour)}"'
-            parts.append(f'<text class="name" {style} {anchor} y="{place:.1f}">{escape(point.said)}</text>')
-    return picture(parts, f"{y_title} against {x_title}")
-
-
-def picture(parts: Iterable[str], said: str, height: int = HEIGHT) -> str:
-    body = "\n".join(parts)
-    return f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(said)}">\n{body}\n</svg>'
-
-
-def grid(x: Axis, y: Axis, x_title: str, y_title: str, x_ticks: bool = True, least: float = 1.0) -> Iterable[str]:
-    """Axes, light lines and numbers."""
+) -> Iterable[str]:
+    """Axes, light lines and numbers. least: from one tick of the x axis to the next."""
     for value in y.ticks():
         at = y.at(value)
         yield f'<line class="grid" x1="{x.start:.1f}" x2="{x.end:.1f}" y1="{at:.1f}" y2="{at:.1f}"/>'
-        yield f'<text class="tick" text-anchor="end" x="{x.start - 6:.1f}" y="{at + 4:.1f}">{value:,g}</text>'
-    for value in x.ticks(6, least=least) if x_ticks else []:  # rounds and percent are whole
-        at = x.at(value)
-        yield f'<text class="tick" text-anchor="middle" x="{at:.1f}" y="{y.start + 16:.1f}">{value:,g}</text>'
+        yield text(f"{value:,g}", x.start - 6, at + 4, "end")
+    for value in x.ticks(6, least=least) if x_ticks else []:  # rounds, samples and percent are whole
+        yield text(f"{value:,g}", x.at(value), y.start + 16, "middle")
     yield f'<line class="axis" x1="{x.start:.1f}" x2="{x.end:.1f}" y1="{y.start:.1f}" y2="{y.start:.1f}"/>'
-    middle = (x.start + x.end) / 2
-    yield f'<text class="tick" text-anchor="middle" x="{middle:.1f}" y="{HEIGHT - 6}">{escape(x_title)}</text>'
+    yield text(x_title, (x.start + x.end) / 2, bottom - 6, "middle")
     height = (y.start + y.end) / 2
     yield (
         f'<text class="tick" text-anchor="middle" transform="translate(12 {height:.1f}) rotate(-90)">{escape(y_title)}'
@@ -252,7 +152,31 @@ def grid(x: Axis, y: Axis, x_title: str, y_title: str, x_ticks: bool = True, lea
     )
 
 
-def band(line: Line, x: Axis, y: Axis) -> str:
+def across(x: Axis, top: float, bottom: float, x_title: str) -> Iterable[str]:
+    """The axis of a chart whose rows have names: light upright lines, numbers and a title below."""
+    for value in x.ticks():
+        at = x.at(value)
+        yield f'<line class="grid" x1="{at:.1f}" x2="{at:.1f}" y1="{top:g}" y2="{bottom:g}"/>'
+        yield text(f"{value:,g}", at, bottom + 16, "middle")
+    yield text(x_title, (x.start + x.end) / 2, bottom + 32, "middle")
+
+
+def dashed(number: int) -> str:
+    """Lines differ by dash as well as by colour."""
+    pattern = DASHES[(number // SERIES + number) % len(DASHES) if number else 0]
+    return f' stroke-dasharray="{pattern}"' if pattern else ""
+
+
+def stroke(line: Line, x: Axis, y: Axis) -> str:
+    if np.isfinite(line.y).sum() == 1:
+        (place,) = np.flatnonzero(np.isfinite(line.y))
+        return mark(x.at(float(line.x[place])), y.at(float(line.y[place])), line.colour, said(line.name), 3.5)
+    path = path_of(line.x, line.y, x, y)
+    style = f'style="stroke:{colour(line.colour)}"{dashed(line.colour)}'
+    return f'<path class="line" data-series="{line.colour}" {style} d="{path}">{said(line.name)}</path>'
+
+
+def band(line: Line, x: Axis, y: Axis, faint: bool = False) -> str:
     assert line.low is not None
     assert line.high is not None
     known = np.isfinite(line.low) & np.isfinite(line.high)
@@ -260,7 +184,8 @@ def band(line: Line, x: Axis, y: Axis) -> str:
         return ""
     there = [f"{x.at(a):.1f},{y.at(b):.1f}" for a, b in zip(line.x[known], line.high[known], strict=True)]
     back = [f"{x.at(a):.1f},{y.at(b):.1f}" for a, b in zip(line.x[known], line.low[known], strict=True)]
-    return f'<polygon class="band" style="fill:{colour(line.colour)}" points="{" ".join(there + back[::-1])}"/>'
+    style = f'data-series="{line.colour}" style="fill:{colour(line.colour)}"'
+    return f'<polygon class="band{" faint" if faint else ""}" {style} points="{" ".join(there + back[::-1])}"/>'
 
 
 def path_of(xs: Floats, ys: Floats, x: Axis, y: Axis) -> str:
@@ -275,15 +200,39 @@ def path_of(xs: Floats, ys: Floats, x: Axis, y: Axis) -> str:
     return "".join(words)
 
 
-def span(values: Iterable[Floats], floor: float, ceiling: float) -> tuple[float, float]:
-    """A range that holds all values with a little air, within limits."""
-    joined = np.concatenate([np.asarray(entry, dtype=np.float64) for entry in values] or [np.zeros(1)])
-    joined = joined[np.isfinite(joined)]
-    low, high = (float(joined.min()), float(joined.max())) if len(joined) else (0.0, 1.0)
-    air = 0.05 * (high - low) or max(abs(high) * 0.05, 0.5)
-    low, high = max(low - air, floor), min(high + air, ceiling)
-    return (low, high) if high > low else (low, low + 1.0)
+def apart(wanted: Sequence[float], least: float, floor: float) -> list[float]:
+    """Places in ascending order, pushed apart until none touch, and back where they would leave the chart."""
+    places: list[float] = []
+    for place in wanted:
+        places.append(max(place, places[-1] + least) if places else place)
+    limit = floor
+    for number in reversed(range(len(places))):
+        places[number] = min(places[number], limit)
+        limit = places[number] - least
+    return places
 
 
-def colour(number: int) -> str:
-    return f"var(--c{number % COLOURS})"
+def mark(x: float, y: float, number: int, inside: str = "", radius: float = 4.0, more: str = "") -> str:
+    """A point; its colour and its shape say what it belongs to."""
+    style = f'class="mark" data-series="{number}" style="fill:{colour(number)}"{more}'
+    shape, r = number // SERIES % 4, radius
+    if shape == 0:
+        return f'<circle {style} cx="{x:.1f}" cy="{y:.1f}" r="{r:g}">{inside}</circle>'
+    corners = {
+        1: f"M{x - r:.1f} {y - r:.1f}h{2 * r:g}v{2 * r:g}h{-2 * r:g}z",
+        2: f"M{x:.1f} {y - 1.3 * r:.1f}l{1.2 * r:.1f} {2.2 * r:.1f}h{-2.4 * r:.1f}z",
+        3: f"M{x:.1f} {y - 1.4 * r:.1f}l{1.3 * r:.1f} {1.4 * r:.1f}l{-1.3 * r:.1f} {1.4 * r:.1f}l{-1.3 * r:.1f} "
+        f"{-1.4 * r:.1f}z",
+    }
+    return f'<path {style} d="{corners[shape]}">{inside}</path>'
+
+
+def hits(x: Axis, y: Axis, places: Floats, words: Sequence[str]) -> Iterable[str]:
+    """Upright strips, one for each place on the axis, that say what stands there."""
+    edges = [x.start, *((x.at(a) + x.at(b)) / 2 for a, b in pairwise(places)), x.end]
+    for (left, right), told in zip(pairwise(edges), words, strict=True):
+        width = max(right - left, 0.0)
+        yield (
+            f'<rect class="hit" x="{left:.1f}" y="{y.end:.1f}" width="{width:.1f}" height="{y.start - y.end:.1f}">'
+            f"{said(told)}</rect>"
+        )
