@@ -17,10 +17,20 @@ from typing import Any
 import numpy as np
 
 from evenhand import storage
+from evenhand.callbacks import Callbacks, Guarded, guarded
 from evenhand.checks import EvenhandError
 from evenhand.data import Dataset
 from evenhand.engine.groups import check_groups
-from evenhand.experiment import Experiment, can_simulate, chosen_experiment, load_data, load_runs, resume, run
+from evenhand.experiment import (
+    Experiment,
+    can_simulate,
+    chosen_experiment,
+    load_data,
+    load_runs,
+    resume,
+    resuming,
+    run,
+)
 from evenhand.fairness import PairedTest, few, paired_test
 from evenhand.folders import (
     CHECKPOINT_EVERY,
@@ -400,6 +410,7 @@ def compare(
     force: bool = False,
     checkpoint_every: float = CHECKPOINT_EVERY,
     progress: Progress | None = None,
+    callbacks: Callbacks = (),
     **settings: Any,
 ) -> Comparison:
     """Run several methods on the same partitions, initial models, cohorts and batches; five seeds by default.
@@ -407,7 +418,7 @@ def compare(
     Args:
         methods: names with settings ("fedfv:alpha=0.1,tau=10") or methods; differences are tested against the first.
         experiment, settings: what to run, as in `simulate`, without a method.
-        out, force, checkpoint_every, progress: as in `simulate`; the folder holds one run folder a method.
+        out, force, checkpoint_every, progress, callbacks: as in `simulate`; the folder holds one run folder a method.
 
     >>> comparison = compare("fedavg", "qffl:q=1", rounds=3, seeds=2)
     >>> list(comparison.runs)
@@ -419,29 +430,42 @@ def compare(
     refuse_method_settings(settings)
     if experiment is None:
         settings = {"seeds": SEEDS, **settings}
-    chosen = chosen_experiment(experiment, settings)
+    chosen, listeners = chosen_experiment(experiment, settings), guarded(callbacks)
     if out is None:
-        return _play(chosen, chosen_methods, None, checkpoint_every, progress, _data(chosen, chosen_methods))
+        dataset = _data(chosen, chosen_methods)
+        return _play(chosen, chosen_methods, None, checkpoint_every, progress, listeners, dataset)
     folder = ComparisonFolder(out)
+    folder.command += resuming(listeners, folder.command)
     with folder.claimed(force=force):
         dataset = _data(chosen, chosen_methods)  # a wrong name is found before anything is written
         with writing(folder.path):
             folder.clear()
             folder.describe(_description(chosen, chosen_methods))
-        return _play(chosen, chosen_methods, folder, checkpoint_every, progress, dataset)
+        return _play(chosen, chosen_methods, folder, checkpoint_every, progress, listeners, dataset)
 
 
 def resume_comparison(
-    out: str | Path, *, checkpoint_every: float = CHECKPOINT_EVERY, progress: Progress | None = None
+    out: str | Path,
+    *,
+    checkpoint_every: float = CHECKPOINT_EVERY,
+    progress: Progress | None = None,
+    callbacks: Callbacks = (),
 ) -> Comparison:
-    """Continue a comparison that was cut short; finished methods are read back."""
-    folder = ComparisonFolder(out)
+    """Continue a comparison that was cut short; finished methods are read back, and logs given what they lack."""
+    listeners, folder = guarded(callbacks), ComparisonFolder(out)
     folder.must_be_started()
-    if folder.finished:
+    if folder.finished and not listeners:
         return load_comparison(out)
+    folder.command += resuming(listeners, folder.command)
     with folder.locked():
         chosen, methods = read_description(folder.path / COMPARISON)
-        return _play(chosen, methods, folder, checkpoint_every, progress, _data(chosen, methods))
+        if folder.finished:
+            found = load_comparison(out)
+            for label, place in _places(methods).items():
+                if label in found.runs:
+                    resume(folder.path / place, callbacks=listeners, label=label, group=folder.path.resolve().name)
+            return found
+        return _play(chosen, methods, folder, checkpoint_every, progress, listeners, _data(chosen, methods))
 
 
 def _data(chosen: Experiment, methods: Mapping[str, Method]) -> Dataset:
@@ -452,19 +476,38 @@ def _data(chosen: Experiment, methods: Mapping[str, Method]) -> Dataset:
     return dataset
 
 
-def load_comparison(out: str | Path) -> Comparison:
-    """The comparison in a folder, as far as it has got: methods that have not begun are left out."""
+def load_comparison(out: str | Path, *, unfinished: bool = False) -> Comparison:
+    """The comparison in a folder, as far as it has got.
+
+    Methods that are not finished are left out; with `unfinished`, only those that have not been measured yet, and a
+    note says how far the others are.
+    """
     folder = ComparisonFolder(out)
     folder.must_be_started()
     chosen, methods = read_description(folder.path / COMPARISON)
     places = {label: folder.path / name for label, name in _places(methods).items()}
     runs = {label: load_runs(place) for label, place in places.items() if RunFolder(place).finished}
+    if unfinished:
+        runs |= {label: found for label, place in places.items() if label not in runs and (found := _so_far(place))}
+        runs = {label: runs[label] for label in methods if label in runs}
     ends = {label: RunFolder(place).diverged for label, place in places.items()}
     diverged = {label: round for label, round in ends.items() if round is not None}
     if not runs and not diverged:
         raise EvenhandError(f"no method of {str(folder.path)!r} is finished yet; {folder.command} goes on")
+    runs = {label: found for label, found in runs.items() if label not in diverged}
     order = [label for label in methods if label in runs or label in diverged]
     return Comparison(chosen, runs, folder.path, diverged=diverged, order=order)
+
+
+def _so_far(place: Path) -> Runs | None:
+    """A method's runs up to now, if they have been measured."""
+    if not RunFolder(place).started:
+        return None
+    runs = load_runs(place)
+    if not runs[0].evaluations:
+        return None
+    runs.notes += (f"{len(runs[0].rounds):,} of {runs.experiment.rounds:,} rounds so far",)
+    return runs
 
 
 def refuse_method_settings(settings: Mapping[str, Any]) -> None:
@@ -539,9 +582,12 @@ def _play(
     folder: ComparisonFolder | None,
     every: float,
     progress: Progress | None,
+    listeners: Sequence[Guarded],
     dataset: Dataset,
 ) -> Comparison:
     places = _places(methods)
+    group = "" if folder is None else folder.path.resolve().name
+    told: dict[str, Any] = {"progress": progress, "callbacks": listeners, "group": group, "dataset": dataset}
     runs: dict[str, Runs] = {}
     diverged: dict[str, int] = {}
     for label, entry in methods.items():
@@ -551,9 +597,9 @@ def _play(
             if place is not None and place.diverged is not None:
                 diverged[label] = place.diverged
             elif place is not None and place.started:
-                runs[label] = resume(place, checkpoint_every=every, progress=progress, label=label, dataset=dataset)
+                runs[label] = resume(place, checkpoint_every=every, label=label, **told)
             else:
-                runs[label] = run(one, place, every=every, progress=progress, label=label, dataset=dataset)
+                runs[label] = run(one, place, every=every, label=label, **told)
         except Diverged as end:  # the other methods have a right to their turn
             diverged[label] = end.round
     where = None if folder is None else folder.path

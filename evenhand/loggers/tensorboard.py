@@ -1,0 +1,72 @@
+"""TensorBoard: one folder of event files a run, below the folder that was named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from evenhand.callbacks import Point, Tracked
+from evenhand.folders import file_name
+from evenhand.loggers.base import NOTHING, Logger, library
+
+MARK = "evenhand-run.txt"  # says whose events a folder holds
+FLUSH_SECONDS = 5
+
+
+class TensorBoard(Logger):
+    """Scalars of every round and evaluation, and the distribution of the clients' accuracies."""
+
+    name = "TensorBoard"
+
+    def __init__(self, folder: str = "") -> None:
+        super().__init__()
+        self.folder = Path(folder or "tensorboard")
+        self._loading = library("tensorboard.backend.event_processing.event_file_loader", "tensorboard")
+        self._torch = library("torch.utils.tensorboard", "tensorboard")
+        self._kinds = library("torch.utils.tensorboard.summary", "tensorboard")
+        self._writers: dict[str, Any] = {}
+
+    def open(self, run: Tracked) -> int:
+        place = self._place(run)
+        last = max((self._last_round(path) for path in place.glob("events.out.tfevents.*")), default=NOTHING)
+        self._writers[run.id] = self._torch.FileWriter(str(place), flush_secs=FLUSH_SECONDS)
+        if last == NOTHING:
+            text = "\n".join(f"    {line}" for line in run.experiment.to_toml().splitlines())
+            self._writers[run.id].add_summary(self._kinds.text("experiment", text), 0)
+        return last
+
+    def _place(self, run: Tracked) -> Path:
+        """The run's own folder; where another run of that name has been, the next free one."""
+        parts = [file_name(part) for part in run.name.split("/")]
+        wanted = self.folder.joinpath(*parts)
+        count, place = 1, wanted
+        while (mark := place / MARK).is_file() and mark.read_text() != run.id:
+            count += 1
+            place = wanted.with_name(f"{wanted.name}-{count}")
+        place.mkdir(parents=True, exist_ok=True)
+        mark.write_text(run.id)
+        return place
+
+    def _last_round(self, path: Path) -> int:
+        events = self._loading.EventFileLoader(str(path)).Load()
+        steps = [
+            event.step
+            for event in events
+            if any(value.tag.startswith(("clients/", "round/")) for value in event.summary.value)
+        ]
+        return max(steps, default=NOTHING)
+
+    def write(self, run: Tracked, point: Point) -> None:
+        """All of a point is one event: it is there as a whole, or not at all."""
+        found = [self._kinds.scalar(name, value) for name, value in point.scalars().items()]
+        if point.evaluation is not None:
+            accuracies = np.asarray(point.evaluation["accuracies"])
+            known = accuracies[np.isfinite(accuracies)]
+            found.append(self._kinds.histogram("clients/accuracies", known, bins=20))
+        event = type(found[0])(value=[value for summary in found for value in summary.value])
+        self._writers[run.id].add_summary(event, point.round)
+
+    def close(self, run: Tracked, how: str) -> None:
+        self._writers.pop(run.id).close()
