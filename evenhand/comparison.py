@@ -461,7 +461,7 @@ def resume_comparison(
         chosen, methods = read_description(folder.path / COMPARISON)
         if folder.finished:
             found = load_comparison(out)
-            for label, place in _places(methods).items():
+            for label, place in folder_names(methods).items():
                 if label in found.runs:
                     resume(folder.path / place, callbacks=listeners, label=label, group=folder.path.resolve().name)
             return found
@@ -485,7 +485,7 @@ def load_comparison(out: str | Path, *, unfinished: bool = False) -> Comparison:
     folder = ComparisonFolder(out)
     folder.must_be_started()
     chosen, methods = read_description(folder.path / COMPARISON)
-    places = {label: folder.path / name for label, name in _places(methods).items()}
+    places = {label: folder.path / name for label, name in folder_names(methods).items()}
     runs = {label: load_runs(place) for label, place in places.items() if RunFolder(place).finished}
     if unfinished:
         runs |= {label: found for label, place in places.items() if label not in runs and (found := _so_far(place))}
@@ -565,7 +565,7 @@ def read_description(path: str | Path) -> tuple[Experiment, dict[str, Method]]:
     return Experiment.from_dict(values), {label: method(entry) for label, entry in listed.items()}
 
 
-def _places(methods: Mapping[str, Method]) -> dict[str, str]:
+def folder_names(methods: Mapping[str, Method]) -> dict[str, str]:
     """A folder name for every method."""
     names: dict[str, str] = {}
     for label in methods:
@@ -585,14 +585,14 @@ def _play(
     listeners: Sequence[Guarded],
     dataset: Dataset,
 ) -> Comparison:
-    places = _places(methods)
+    names = folder_names(methods)
     group = "" if folder is None else folder.path.resolve().name
     told: dict[str, Any] = {"progress": progress, "callbacks": listeners, "group": group, "dataset": dataset}
     runs: dict[str, Runs] = {}
     diverged: dict[str, int] = {}
     for label, entry in methods.items():
         one = replace(chosen, method=entry)
-        place = None if folder is None else RunFolder(folder.path / places[label], folder.command)
+        place = None if folder is None else RunFolder(folder.path / names[label], folder.command)
         try:
             if place is not None and place.diverged is not None:
                 diverged[label] = place.diverged
