@@ -594,10 +594,10 @@ def _watched(folder: Path, watch: bool, port: int | None, quiet: bool) -> Iterat
         if not quiet:
             _say(f"watch   {server.url}")
         yield
-        if not quiet:
-            sys.stdout.flush()
-            _say(f"watch   {server.url} stays until Ctrl-C")
         with suppress(KeyboardInterrupt):
+            if not quiet:
+                sys.stdout.flush()
+                _say(f"watch   {server.url} stays until Ctrl-C")
             server.wait()
 
 

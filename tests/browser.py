@@ -50,6 +50,7 @@ class Page:
 
     def open(self, url: str) -> None:
         self.send("Page.navigate", url=url)
+        self.until(f"location.href === {url!r} && document.readyState === 'complete'")
 
     def size(self, width: int, height: int, dark: bool = False) -> None:
         self.send(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from time import sleep, time
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from evenhand.folders import file_name
 from evenhand.loggers.base import NOTHING, Logger, library
 
 MARK = "evenhand-run.txt"  # says whose events a folder holds
+EVENTS = "events.out.tfevents."
 FLUSH_SECONDS = 5
 
 
@@ -30,7 +32,11 @@ class TensorBoard(Logger):
 
     def open(self, run: Tracked) -> int:
         place = self._place(run)
-        last = max((self._last_round(path) for path in place.glob("events.out.tfevents.*")), default=NOTHING)
+        before = sorted(place.glob(f"{EVENTS}*"))
+        last = max(map(self._last_round, before), default=NOTHING)
+        # TensorBoard reads the files of a folder by their names, which begin with the second they were begun in.
+        while before and before[-1].name >= f"{EVENTS}{int(time()):010d}.":
+            sleep(0.05)
         self._writers[run.id] = self._torch.FileWriter(str(place), flush_secs=FLUSH_SECONDS)
         if last == NOTHING:
             text = "\n".join(f"    {line}" for line in run.experiment.to_toml().splitlines())

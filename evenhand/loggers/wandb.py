@@ -58,7 +58,7 @@ class Wandb(Logger):
 def last_round(place: Path, id: str) -> int:
     """The last round in the files that earlier, offline parts of a run left beside its present folder."""
     rounds = [NOTHING]
-    for path in place.parent.glob(f"offline-run-*-{id}/run-{id}.wandb"):
+    for path in place.parent.glob(f"offline-run-*-{id}*/run-{id}.wandb"):
         if path.parent != place:
             rounds += [int(row[ROUNDS]) for row in history(path) if ROUNDS in row]
     return max(rounds)

@@ -108,7 +108,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
-        if self.headers.get("Host", "").rpartition(":")[0] not in NAMES:
+        if self.headers.get("Host", "").rsplit(":", 1)[0] not in NAMES:
             self._answer(HTTPStatus.FORBIDDEN, TEXT, b"this page is for this machine alone: open it as 127.0.0.1\n")
         elif path == "/":
             self._answer(HTTPStatus.OK, HTML, self.server.shell, policy=POLICIES[path])
