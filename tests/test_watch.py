@@ -263,7 +263,7 @@ def test_nothing_else_is_served(path, finished):
     with Server(finished) as server, socket.create_connection(("127.0.0.1", server.port)) as line:
         line.sendall(f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n".encode())
         answer = b"".join(iter(lambda: line.recv(65536), b""))
-    assert answer.split(b"\r\n")[0] == b"HTTP/1.1 404 Not Found"
+    assert answer.split(b"\r\n")[0] == b"HTTP/1.0 404 Not Found"
     assert b"experiment" not in answer
 
 

@@ -101,8 +101,9 @@ class _Listener(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
+    """One answer a connection (HTTP/1.0): none is left open when the server goes."""
+
     server: _Listener
-    protocol_version = "HTTP/1.1"
     server_version, sys_version = "evenhand", ""
     timeout = IDLE_SECONDS
 
