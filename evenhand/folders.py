@@ -538,13 +538,21 @@ def _read_clients(path: Path) -> tuple[tuple[str, ...], Integers, list[dict[str,
     rows = list(csv.reader(lines[1:]))
     if not rows:
         return (), np.zeros(0, dtype=np.int64), []
-    for number, row in enumerate(rows, 2):
-        if len(row) != len(COLUMNS) or not (row[0].isdecimal() and row[4].isdecimal() and _numbers(row[2:4])):
-            raise _damaged(path, number)
+    try:
+        return _tables(rows)
+    except (ValueError, IndexError):
+        wrong = next((number for number, row in enumerate(rows, 2) if not _is_row(row)), len(rows) + 1)
+        raise _damaged(path, wrong) from None
+
+
+def _tables(rows: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], Integers, list[dict[str, Any]]]:
+    """What rows of clients, evaluation by evaluation, say: names, test samples, evaluations."""
     clients = sum(row[0] == rows[0][0] for row in rows)
     names = tuple(row[1] for row in rows[:clients])
     counts = np.array([int(row[4]) for row in rows[:clients]], dtype=np.int64)
     evaluations = []
+    if not all(map(_is_row, rows[len(rows) // clients * clients :])):  # an evaluation that is being written
+        raise ValueError
     for start in range(0, len(rows) - clients + 1, clients):
         block = rows[start : start + clients]
         accuracies, losses = (np.array([float(row[place] or "nan") for row in block]) for place in (2, 3))
@@ -561,11 +569,12 @@ def _read_clients(path: Path) -> tuple[tuple[str, ...], Integers, list[dict[str,
     return names, counts, evaluations
 
 
-def _numbers(cells: Sequence[str]) -> bool:
+def _is_row(row: Sequence[str]) -> bool:
     try:
-        return all(not cell or isinstance(float(cell), float) for cell in cells)
-    except ValueError:
+        _ = int(row[0]), int(row[4]), float(row[2] or "nan"), float(row[3] or "nan")
+    except (ValueError, IndexError):
         return False
+    return len(row) == len(COLUMNS)
 
 
 # --------------------------------------------------------------------------------------------------------- recording

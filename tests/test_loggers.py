@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -378,6 +379,16 @@ def test_a_server_that_is_gone_does_not_end_the_run(whole, tmp_path, monkeypatch
             eh.simulate(**SMALL, out=tmp_path / "run", callbacks=[gone])
     assert len(said) == 1
     assert files(tmp_path / "run") == files(whole.folder)
+
+
+@pytest.mark.parametrize("document", ["loggers.md", "watch.md"])
+def test_the_python_in_the_documents_works(document, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    text = (Path(__file__).resolve().parents[1] / "docs" / document).read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    assert len(blocks) == 1
+    exec(compile(blocks[0], document, "exec"), {})
+    assert capsys.readouterr().out
 
 
 # ---------------------------------------------------------------------------------------------------- the command line

@@ -401,7 +401,10 @@ PICTURES = os.environ.get("EVENHAND_PICTURES")  # a folder for screenshots, to l
 REPORT = "document.querySelector('iframe:not(.next)')"
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (apt-get install chromium)")
+needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (apt-get install chromium)")
+
+
+@needs_browser
 def test_the_page_lives_through_restarts_of_either_side(tmp_path):
     folder = tmp_path / "run"
     with browser(tmp_path) as page:
@@ -416,7 +419,7 @@ def test_the_page_lives_through_restarts_of_either_side(tmp_path):
         page.size(1000, 700)
         with Server(folder) as server:
             page.open(server.url)
-            words("waiting for a run to begin")  # the server was there before the folder
+            page.until("document.getElementById('empty').textContent.includes('Waiting for a run to begin')")
             picture("1-waiting")
             training = Training(start, folder)
             training.play(4)
@@ -458,7 +461,7 @@ def test_the_page_lives_through_restarts_of_either_side(tmp_path):
         with Server(folder) as server:  # the server is back, on its usual port
             assert server.port == port
             page.until("document.body.dataset.phase === 'ended'")
-            words("finished")
+            words("Finished")
             expected = json.loads(urlopen(f"{server.url}state.json", timeout=30).read())["version"]
             page.until(f"wanted === {expected!r}")
             picture("5-finished")
@@ -467,3 +470,44 @@ def test_the_page_lives_through_restarts_of_either_side(tmp_path):
             assert page.run("document.documentElement.scrollWidth") <= 390
         assert all(address.startswith((f"http://127.0.0.1:{port}/", "data:")) for address in page.asked_for())
         assert [entry for entry in page.complaints() if "ERR_CONNECTION_REFUSED" not in entry] == []
+
+
+INTERACTIVE = """<!doctype html><html><head><title>number {0}</title></head><body>
+<select id="by"><option>mean</option><option>worst</option></select> <input type="checkbox" class="c"> <output></output>
+<div style="height:100px;overflow:auto" id="list"><div style="height:1000px"></div></div><div id="late"></div>
+<script>
+const by = document.getElementById("by");
+by.addEventListener("change", () => {{ document.querySelector("output").textContent = by.value + {0} }});
+setTimeout(() => {{ document.getElementById("late").style.height = "3000px" }}, 200);
+</script></body></html>"""
+
+
+@needs_browser
+def test_what_a_reader_chose_on_an_interactive_page_stays(tmp_path, monkeypatch):
+    pages = iter(range(10))
+    monkeypatch.setattr(view, "_page", lambda found: INTERACTIVE.format(next(pages)).encode())
+    training = Training(start, tmp_path / "run")
+    training.until(1)
+    with browser(tmp_path) as page, Server(tmp_path / "run") as server:
+        page.size(1000, 700)
+        page.open(server.url)
+        page.until(f"{REPORT} && {REPORT}.contentDocument.body.scrollHeight > 3000")
+        inside = f"{REPORT}.contentDocument"
+        page.run(f"{inside}.getElementById('by').value = 'worst'")
+        page.run(f"{inside}.querySelector('.c').click()")
+        page.run(f"{inside}.getElementById('list').scrollTop = 150")
+        page.run(f"{REPORT}.contentWindow.scrollTo(0, 1500)")
+        page.run(f"{inside}.getElementById('by').focus({{preventScroll: true}})")
+        page.run(f"{inside}.getSelection().selectAllChildren({inside}.body)")
+        training.play(1)
+        page.until("document.getElementById('said').textContent.includes('round 2 of 12')")
+        assert page.run("document.title + loading") == "number 0null"  # whoever marks text is not interrupted
+        page.run(f"{inside}.getSelection().removeAllRanges()")
+        page.until("document.title === 'number 1'")
+        assert page.run(f"{inside}.querySelector('output').textContent") == "worst1"
+        assert page.run(f"{inside}.querySelector('.c').checked") is True
+        assert page.run(f"{inside}.getElementById('list').scrollTop") == 150
+        assert page.run(f"{REPORT}.contentWindow.scrollY") == 1500  # although the page grew only after it was loaded
+        assert page.run(f"{inside}.activeElement.id") == "by"
+        assert page.complaints() == []
+    training.end()
