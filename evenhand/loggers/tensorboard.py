@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import platform
 from pathlib import Path
 from time import sleep, time
 from typing import Any
@@ -14,7 +16,6 @@ from evenhand.loggers.base import NOTHING, Logger, library
 
 MARK = "evenhand-run.txt"  # says whose events a folder holds
 EVENTS = "events.out.tfevents."
-FLUSH_SECONDS = 5
 
 
 class TensorBoard(Logger):
@@ -26,7 +27,8 @@ class TensorBoard(Logger):
         super().__init__()
         self.folder = Path(folder or "tensorboard")
         self._loading = library("tensorboard.backend.event_processing.event_file_loader", "tensorboard")
-        self._torch = library("torch.utils.tensorboard", "tensorboard")
+        self._records = library("tensorboard.summary.writer.record_writer", "tensorboard")
+        self._events = library("tensorboard.compat.proto.event_pb2", "tensorboard")
         self._kinds = library("torch.utils.tensorboard.summary", "tensorboard")
         self._writers: dict[str, Any] = {}
 
@@ -37,11 +39,19 @@ class TensorBoard(Logger):
         # TensorBoard reads the files of a folder by their names, which begin with the second they were begun in.
         while before and before[-1].name >= f"{EVENTS}{int(time()):010d}.":
             sleep(0.05)
-        self._writers[run.id] = self._torch.FileWriter(str(place), flush_secs=FLUSH_SECONDS)
+        path = place / f"{EVENTS}{int(time()):010d}.{platform.node() or 'host'}.{os.getpid()}"
+        # Not its own writer: that one writes in a thread, which would lose events on a kill and fail out of our sight.
+        self._writers[run.id] = self._records.RecordWriter(path.open("xb"))
+        self._add(run, file_version="brain.Event:2")
         if last == NOTHING:
             text = "\n".join(f"    {line}" for line in run.experiment.to_toml().splitlines())
-            self._writers[run.id].add_summary(self._kinds.text("experiment", text), 0)
+            self._add(run, summary=self._kinds.text("experiment", text), step=0)
         return last
+
+    def _add(self, run: Tracked, **event: Any) -> None:
+        writer = self._writers[run.id]
+        writer.write(self._events.Event(wall_time=time(), **event).SerializeToString())
+        writer.flush()
 
     def _place(self, run: Tracked) -> Path:
         """The run's own folder; where another run of that name has been, the next free one."""
@@ -72,7 +82,7 @@ class TensorBoard(Logger):
             known = accuracies[np.isfinite(accuracies)]
             found.append(self._kinds.histogram("clients/accuracies", known, bins=20))
         event = type(found[0])(value=[value for summary in found for value in summary.value])
-        self._writers[run.id].add_summary(event, point.round)
+        self._add(run, summary=event, step=point.round)
 
     def close(self, run: Tracked, how: str) -> None:
         self._writers.pop(run.id).close()
