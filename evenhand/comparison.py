@@ -479,35 +479,30 @@ def _data(chosen: Experiment, methods: Mapping[str, Method]) -> Dataset:
 def load_comparison(out: str | Path, *, unfinished: bool = False) -> Comparison:
     """The comparison in a folder, as far as it has got.
 
-    Methods that are not finished are left out; with `unfinished`, only those that have not been measured yet, and a
-    note says how far the others are.
+    Methods that are not finished are left out; with `unfinished`, only those that have not been measured yet, and the
+    others say beside their name how far they are.
     """
     folder = ComparisonFolder(out)
     folder.must_be_started()
     chosen, methods = read_description(folder.path / COMPARISON)
-    places = {label: folder.path / name for label, name in folder_names(methods).items()}
-    runs = {label: load_runs(place) for label, place in places.items() if RunFolder(place).finished}
-    if unfinished:
-        runs |= {label: found for label, place in places.items() if label not in runs and (found := _so_far(place))}
-        runs = {label: runs[label] for label in methods if label in runs}
-    ends = {label: RunFolder(place).diverged for label, place in places.items()}
-    diverged = {label: round for label, round in ends.items() if round is not None}
-    if not runs and not diverged:
+    runs: dict[str, Runs] = {}
+    diverged: dict[str, int] = {}
+    order = []
+    for label, name in folder_names(methods).items():
+        place, shown = RunFolder(folder.path / name), label
+        if place.diverged is not None:
+            diverged[shown] = place.diverged
+        elif place.finished:
+            runs[shown] = load_runs(place.path)
+        elif unfinished and place.started and (found := load_runs(place.path))[0].evaluations:
+            shown = f"{label} ({len(found[0].rounds):,} of {found.experiment.rounds:,} rounds)"
+            runs[shown] = found
+        else:
+            continue
+        order.append(shown)
+    if not order:
         raise EvenhandError(f"no method of {str(folder.path)!r} is finished yet; {folder.command} goes on")
-    runs = {label: found for label, found in runs.items() if label not in diverged}
-    order = [label for label in methods if label in runs or label in diverged]
     return Comparison(chosen, runs, folder.path, diverged=diverged, order=order)
-
-
-def _so_far(place: Path) -> Runs | None:
-    """A method's runs up to now, if they have been measured."""
-    if not RunFolder(place).started:
-        return None
-    runs = load_runs(place)
-    if not runs[0].evaluations:
-        return None
-    runs.notes += (f"{len(runs[0].rounds):,} of {runs.experiment.rounds:,} rounds so far",)
-    return runs
 
 
 def refuse_method_settings(settings: Mapping[str, Any]) -> None:

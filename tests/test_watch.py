@@ -120,12 +120,13 @@ def test_a_comparison_is_seen_while_its_methods_run(tmp_path):
     training.until(1)
     seen = View(folder)
     assert seen.look().said == "fedavg round 1 of 4, 2 to come"
-    assert b"1 of 4 rounds so far" in seen.look().page
+    assert b"fedavg (1 of 4 rounds)" in seen.look().page
     training.play(5)
     training.until(6)  # four of the first method, two of the second
     now = seen.look()
     assert (now.phase, now.said) == ("running", "fedavg finished, fedlf round 2 of 4, 1 to come")
-    assert b"fedlf: 2 of 4 rounds so far" in now.page
+    assert b"fedlf (2 of 4 rounds)" in now.page
+    assert b"fedavg (" not in now.page
     assert list(eh.load_comparison(folder).runs) == ["fedavg"]  # only those who watch are shown half a method
     training.end()
     assert seen.look().page == (folder / "report.html").read_bytes()
@@ -372,6 +373,14 @@ def test_watching_before_there_is_a_folder(tmp_path):
             time.sleep(0.1)
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0
+
+
+def test_the_command_explains_itself(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["watch", "--help"])
+    said = capsys.readouterr().out
+    assert "evenhand watch runs/digits-even-1" in said
+    assert "--port" in said
 
 
 @pytest.mark.parametrize(
