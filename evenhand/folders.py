@@ -285,8 +285,8 @@ class RunFolder(Folder):
         """What tells the run apart from another one that was in this folder before."""
         try:
             kept = json.loads((self.path / VERSIONS).read_text())
-            return str(kept.get("id") or kept["started"])
-        except (OSError, ValueError, KeyError) as error:
+            return str(kept.get("id") or file_name(kept["started"]))  # a folder of an earlier version has no id
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise EvenhandError(f"{str(self.path / VERSIONS)!r} does not say which run this is: {error!r}") from error
 
     def clear(self) -> None:

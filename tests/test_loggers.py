@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -118,6 +119,19 @@ def test_a_resumed_run_is_the_same_run_and_says_what_it_has_played(tmp_path):
     eh.resume(tmp_path / "run", callbacks=[third])  # it is finished: there is only its past to tell
     assert [point.round for point in third.runs["run/seed-1"].past] == list(range(13))
     assert third.of("run/seed-1", "end") == ["finished"]
+
+
+def test_a_folder_of_an_earlier_version_can_be_resumed_with_callbacks(tmp_path):
+    with pytest.raises(Interrupted):
+        eh.simulate(**SMALL, out=tmp_path / "run", progress=stop_at(5))
+    kept = json.loads((tmp_path / "run/versions.json").read_text())
+    del kept["id"]
+    (tmp_path / "run/versions.json").write_text(json.dumps(kept))
+    ear, again = Listener(), Listener()
+    eh.resume(tmp_path / "run", callbacks=[ear])
+    eh.resume(tmp_path / "run", callbacks=[again])
+    assert ear.runs["run/seed-0"].id == again.runs["run/seed-0"].id
+    assert set(ear.runs["run/seed-0"].id).isdisjoint("/\\#?%:")  # which Weights & Biases does not take
 
 
 def test_a_run_that_diverges_ends_so():

@@ -355,6 +355,20 @@ def test_a_run_is_watched_and_its_page_stays_until_ctrl_c(tmp_path):
         assert "12 clients: on average" in said
 
 
+def test_a_watched_run_that_is_stopped_leaves_and_comes_back_at_the_same_address(tmp_path):
+    with command("run", "--clients", "12", "--rounds", "100000", "--out", "here", "--watch", cwd=tmp_path) as first:
+        process, url, _ = first
+        while state(url)["phase"] != "running":
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, complained = process.communicate(timeout=60)
+        assert process.returncode == 130
+        assert "evenhand run --resume here goes on" in complained
+    with command("run", "--resume", "here", "--watch", cwd=tmp_path) as (_, again, _):
+        assert again == url
+        assert state(again)["phase"] == "running"
+
+
 def test_a_comparison_is_watched(tmp_path):
     options = ["--clients", "12", "--rounds", "2", "--seeds", "1", "--out", "here", "--watch"]
     with command("compare", "fedavg", "even", *options, cwd=tmp_path) as (process, url, _):
