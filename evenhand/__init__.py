@@ -20,6 +20,7 @@ from evenhand.state import State
 
 if TYPE_CHECKING:
     from evenhand.auditing import audit
+    from evenhand.callbacks import Callback
     from evenhand.comparison import compare, load_comparison, resume_comparison
     from evenhand.experiment import Experiment, load_runs, resume, simulate
     from evenhand.fairness import client_fairness
@@ -31,6 +32,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Aggregate",
+    "Callback",
     "Diagnostics",
     "EvenhandError",
     "Experiment",
@@ -64,6 +66,7 @@ __all__ = [
 LATER = {
     **dict.fromkeys(("Experiment", "load_runs", "resume", "simulate"), "evenhand.experiment"),
     **dict.fromkeys(("compare", "load_comparison", "resume_comparison"), "evenhand.comparison"),
+    "Callback": "evenhand.callbacks",
     "audit": "evenhand.auditing",
     "client_fairness": "evenhand.fairness",
     "group_fairness": "evenhand.groups",

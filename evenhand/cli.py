@@ -6,6 +6,7 @@ import functools
 import inspect
 import sys
 import textwrap
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -36,6 +37,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
 
+_plain_warning = warnings.formatwarning
 Command = TypeVar("Command", bound=Callable[..., None])
 
 
@@ -64,6 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """The entry point; leaves by SystemExit."""
     if str(Path.cwd()) not in sys.path:  # for --model mymodel:Net; at the end, where it shadows nothing
         sys.path.append(str(Path.cwd()))
+    warnings.formatwarning = _warning
     app(args=None if arguments is None else list(arguments), prog_name="evenhand")
 
 
@@ -209,6 +212,12 @@ Force = Annotated[bool, typer.Option("--force", help="Replace what the folder ho
 Resume = Annotated[Path | None, typer.Option(metavar="FOLDER", help="Go on with what was cut short.")]
 Every = Annotated[float, typer.Option(metavar="SECONDS", help="Time between checkpoints.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
+Log = Annotated[
+    list[str] | None,
+    typer.Option(metavar="WHERE", help="Also log to tensorboard:DIR, mlflow:URI or wandb:PROJECT. Repeatable."),
+]
+Watch = Annotated[bool, typer.Option("--watch", help="Show the page in a browser on this machine while it trains.")]
+Port = Annotated[int | None, typer.Option(metavar="N", help="Port of that page [a free one].")]
 
 
 @command("run")
@@ -222,6 +231,9 @@ def run(
     force: Force = False,
     resume: Resume = None,
     checkpoint_every: Every = 20.0,
+    log: Log = None,
+    watch: Watch = False,
+    port: Port = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -238,23 +250,36 @@ def run(
       evenhand run qffl --data my.csv --client-column site --target y --set method.q=2
       evenhand run --config runs/digits-even-1/experiment.toml     repeats a run
       evenhand run --resume runs/digits-even-1                     goes on after a crash or Ctrl-C
+      evenhand run --rounds 2000 --watch --log tensorboard:logs    watched in a browser, and logged
     """
     from evenhand import experiment as experiments
+    from evenhand.callbacks import guarded
     from evenhand.folders import RunFolder
 
+    loggers = guarded(log or [])
     if resume is not None:
         _alone(given, config, method, out, force)
+        RunFolder(resume).must_be_started()
         _say_if_finished(RunFolder(resume), as_json or quiet)
-        with progress(quiet) as show:
-            runs = experiments.resume(resume, checkpoint_every=checkpoint_every, progress=show)
-        _result(runs, as_json, quiet)
+        with _watched(resume, watch, port, quiet):
+            with progress(quiet) as show:
+                runs = experiments.resume(resume, checkpoint_every=checkpoint_every, progress=show, callbacks=loggers)
+            _result(runs, as_json, quiet)
         return
     base = experiments.load_toml(config) if config is not None else experiments.Experiment()
     chosen = base.with_settings(({"method": method} if method is not None else {}) | given)
-    with _folder(out, f"{_short(chosen.data)}-{chosen.method.name}") as folder, progress(quiet) as show:
-        started = perf_counter()
-        runs = experiments.simulate(chosen, out=folder, force=force, checkpoint_every=checkpoint_every, progress=show)
-    _result(runs, as_json, quiet, perf_counter() - started)
+    with _folder(out, f"{_short(chosen.data)}-{chosen.method.name}") as folder, _watched(folder, watch, port, quiet):
+        with progress(quiet) as show:
+            started = perf_counter()
+            runs = experiments.simulate(
+                chosen,
+                out=folder,
+                force=force,
+                checkpoint_every=checkpoint_every,
+                progress=show,
+                callbacks=loggers,
+            )
+        _result(runs, as_json, quiet, perf_counter() - started)
 
 
 @command("compare")
@@ -275,6 +300,9 @@ def compare(
     force: Force = False,
     resume: Resume = None,
     checkpoint_every: Every = 20.0,
+    log: Log = None,
+    watch: Watch = False,
+    port: Port = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -293,19 +321,25 @@ def compare(
       evenhand compare --resume runs/digits-compare-1                     goes on after a crash or Ctrl-C
     """
     from evenhand import comparison as comparisons
+    from evenhand.callbacks import guarded
     from evenhand.experiment import Experiment
     from evenhand.folders import ComparisonFolder
 
+    loggers = guarded(log or [])
     for path in export or []:
         comparisons.table_form(path)
         if not path.parent.is_dir():
             raise EvenhandError(f"--export {path}: there is no folder {str(path.parent)!r}")
     if resume is not None:
         _alone(given, config, methods, out, force)
+        ComparisonFolder(resume).must_be_started()
         _say_if_finished(ComparisonFolder(resume), as_json or quiet)
-        with progress(quiet, *comparisons.still_to_run(resume)) as show:
-            found = comparisons.resume_comparison(resume, checkpoint_every=checkpoint_every, progress=show)
-        _table(found, export or [], as_json, quiet)
+        with _watched(resume, watch, port, quiet):
+            with progress(quiet, *comparisons.still_to_run(resume)) as show:
+                found = comparisons.resume_comparison(
+                    resume, checkpoint_every=checkpoint_every, progress=show, callbacks=loggers
+                )
+            _table(found, export or [], as_json, quiet)
         return
     base, wanted = Experiment(seeds=tuple(range(comparisons.SEEDS))), comparisons.labelled(methods) if methods else {}
     if config is not None:
@@ -315,17 +349,19 @@ def compare(
     chosen = base.with_settings(given)
     if not wanted:
         raise EvenhandError("name the methods to compare, such as: evenhand compare fedavg fedfv even")
-    with _folder(out, f"{_short(chosen.data)}-compare") as folder, progress(quiet, list(wanted), chosen.rounds) as show:
-        started = perf_counter()
-        found = comparisons.compare(
-            wanted,
-            experiment=chosen,
-            out=folder,
-            force=force,
-            checkpoint_every=checkpoint_every,
-            progress=show,
-        )
-    _table(found, export or [], as_json, quiet, perf_counter() - started)
+    with _folder(out, f"{_short(chosen.data)}-compare") as folder, _watched(folder, watch, port, quiet):
+        with progress(quiet, list(wanted), chosen.rounds) as show:
+            started = perf_counter()
+            found = comparisons.compare(
+                wanted,
+                experiment=chosen,
+                out=folder,
+                force=force,
+                checkpoint_every=checkpoint_every,
+                progress=show,
+                callbacks=loggers,
+            )
+        _table(found, export or [], as_json, quiet, perf_counter() - started)
 
 
 @command("tune")
@@ -548,6 +584,52 @@ def _folder(out: Path | None, name: str) -> Iterator[Path]:
             for empty in (folder, folder.parent):
                 with suppress(OSError):
                     empty.rmdir()
+
+
+@contextmanager
+def _watched(folder: Path, watch: bool, port: int | None, quiet: bool) -> Iterator[None]:
+    """The page of a folder on this machine while it fills, and then until Ctrl-C."""
+    if not watch:
+        if port is not None:
+            raise EvenhandError("--port is the page's: it goes with --watch")
+        yield
+        return
+    from evenhand.watch import Server
+
+    with Server(folder, port) as server:
+        if not quiet:
+            _say(f"watch   {server.url}")
+        yield
+        with suppress(KeyboardInterrupt):
+            if not quiet:
+                sys.stdout.flush()
+                _say(f"watch   {server.url} stays until Ctrl-C")
+            server.wait()
+
+
+@command("watch")
+def watch(
+    folder: Annotated[Path, typer.Argument(help="The folder of a run or of a comparison; it need not exist yet.")],
+    port: Port = None,
+) -> None:
+    """Show a run or a comparison in a browser while it trains.
+
+    The page is the report's, of what has been written so far. It renews itself, and goes on when the training, or this
+    command, is stopped and started again. Only this machine can reach it.
+
+    \b
+    Examples:
+      evenhand watch runs/digits-even-1
+      evenhand watch runs/digits-compare-1 --port 8080
+    """
+    from evenhand.watch import Server, waiting_for
+
+    note = waiting_for(folder)
+    with Server(folder, port) as server, suppress(KeyboardInterrupt):
+        if note:
+            _say(f"note: {note}")
+        _say(f"watch   {server.url}  (until Ctrl-C)")
+        server.wait()
 
 
 @command("audit")
@@ -864,6 +946,13 @@ def _load(folders: Sequence[Path]) -> Runs | Comparison:
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr)
+
+
+def _warning(message: Warning | str, category: type[Warning], *where: Any, **line: Any) -> str:
+    """Our own warnings are for people, and a line; others keep the place in the code that they are about."""
+    if category.__module__.startswith("evenhand."):
+        return f"warning: {message}\n"
+    return _plain_warning(message, category, *where, **line)
 
 
 def _print_json(value: Any) -> None:

@@ -17,10 +17,20 @@ from typing import Any
 import numpy as np
 
 from evenhand import storage
+from evenhand.callbacks import Callbacks, Guarded, guarded
 from evenhand.checks import EvenhandError
 from evenhand.data import Dataset
 from evenhand.engine.groups import check_groups
-from evenhand.experiment import Experiment, can_simulate, chosen_experiment, load_data, load_runs, resume, run
+from evenhand.experiment import (
+    Experiment,
+    can_simulate,
+    chosen_experiment,
+    load_data,
+    load_runs,
+    resume,
+    resuming,
+    run,
+)
 from evenhand.fairness import PairedTest, few, paired_test
 from evenhand.folders import (
     CHECKPOINT_EVERY,
@@ -413,6 +423,7 @@ def compare(
     force: bool = False,
     checkpoint_every: float = CHECKPOINT_EVERY,
     progress: Progress | None = None,
+    callbacks: Callbacks = (),
     **settings: Any,
 ) -> Comparison:
     """Run several methods on the same partitions, initial models, cohorts and batches; five seeds by default.
@@ -420,7 +431,7 @@ def compare(
     Args:
         methods: names with settings ("fedfv:alpha=0.1,tau=10") or methods; differences are tested against the first.
         experiment, settings: what to run, as in `simulate`, without a method.
-        out, force, checkpoint_every, progress: as in `simulate`; the folder holds one run folder a method.
+        out, force, checkpoint_every, progress, callbacks: as in `simulate`; the folder holds one run folder a method.
 
     >>> comparison = compare("fedavg", "qffl:q=1", rounds=3, seeds=2)
     >>> list(comparison.runs)
@@ -432,29 +443,42 @@ def compare(
     refuse_method_settings(settings)
     if experiment is None:
         settings = {"seeds": SEEDS, **settings}
-    chosen = chosen_experiment(experiment, settings)
+    chosen, listeners = chosen_experiment(experiment, settings), guarded(callbacks)
     if out is None:
-        return _play(chosen, chosen_methods, None, checkpoint_every, progress, _data(chosen, chosen_methods))
+        dataset = _data(chosen, chosen_methods)
+        return _play(chosen, chosen_methods, None, checkpoint_every, progress, listeners, dataset)
     folder = ComparisonFolder(out)
+    folder.command += resuming(listeners, folder.command)
     with folder.claimed(force=force):
         dataset = _data(chosen, chosen_methods)  # a wrong name is found before anything is written
         with writing(folder.path):
             folder.clear()
             folder.describe(_description(chosen, chosen_methods))
-        return _play(chosen, chosen_methods, folder, checkpoint_every, progress, dataset)
+        return _play(chosen, chosen_methods, folder, checkpoint_every, progress, listeners, dataset)
 
 
 def resume_comparison(
-    out: str | Path, *, checkpoint_every: float = CHECKPOINT_EVERY, progress: Progress | None = None
+    out: str | Path,
+    *,
+    checkpoint_every: float = CHECKPOINT_EVERY,
+    progress: Progress | None = None,
+    callbacks: Callbacks = (),
 ) -> Comparison:
-    """Continue a comparison that was cut short; finished methods are read back."""
-    folder = ComparisonFolder(out)
+    """Continue a comparison that was cut short; finished methods are read back, and logs given what they lack."""
+    listeners, folder = guarded(callbacks), ComparisonFolder(out)
     folder.must_be_started()
-    if folder.finished:
+    if folder.finished and not listeners:
         return load_comparison(out)
+    folder.command += resuming(listeners, folder.command)
     with folder.locked():
         chosen, methods = read_description(folder.path / COMPARISON)
-        return _play(chosen, methods, folder, checkpoint_every, progress, _data(chosen, methods))
+        if folder.finished:
+            found = load_comparison(out)
+            for label, place in folder_names(methods).items():
+                if label in found.runs:
+                    resume(folder.path / place, callbacks=listeners, label=label, group=folder.path.resolve().name)
+            return found
+        return _play(chosen, methods, folder, checkpoint_every, progress, listeners, _data(chosen, methods))
 
 
 def _data(chosen: Experiment, methods: Mapping[str, Method]) -> Dataset:
@@ -465,18 +489,32 @@ def _data(chosen: Experiment, methods: Mapping[str, Method]) -> Dataset:
     return dataset
 
 
-def load_comparison(out: str | Path) -> Comparison:
-    """The comparison in a folder, as far as it has got: methods that have not begun are left out."""
+def load_comparison(out: str | Path, *, unfinished: bool = False) -> Comparison:
+    """The comparison in a folder, as far as it has got.
+
+    Methods that are not finished are left out; with `unfinished`, only those that have not been measured yet, and the
+    others say beside their name how far they are.
+    """
     folder = ComparisonFolder(out)
     folder.must_be_started()
     chosen, methods = read_description(folder.path / COMPARISON)
-    places = {label: folder.path / name for label, name in _places(methods).items()}
-    runs = {label: load_runs(place) for label, place in places.items() if RunFolder(place).finished}
-    ends = {label: RunFolder(place).diverged for label, place in places.items()}
-    diverged = {label: round for label, round in ends.items() if round is not None}
-    if not runs and not diverged:
+    runs: dict[str, Runs] = {}
+    diverged: dict[str, int] = {}
+    begun: dict[str, Method] = {}
+    for label, name in folder_names(methods).items():
+        place, shown = RunFolder(folder.path / name), label
+        if place.diverged is not None:
+            diverged[shown] = place.diverged
+        elif place.finished:
+            runs[shown] = load_runs(place.path)
+        elif unfinished and place.started and (found := load_runs(place.path))[0].evaluations:
+            shown = f"{label} ({len(found[0].rounds):,} of {found.experiment.rounds:,} rounds)"
+            runs[shown] = found
+        else:
+            continue
+        begun[shown] = methods[label]
+    if not begun:
         raise EvenhandError(f"no method of {str(folder.path)!r} is finished yet; {folder.command} goes on")
-    begun = {label: entry for label, entry in methods.items() if label in runs or label in diverged}
     return Comparison(chosen, runs, folder.path, diverged=diverged, methods=begun)
 
 
@@ -485,7 +523,7 @@ def still_to_run(out: str | Path) -> tuple[list[str], int]:
     folder = ComparisonFolder(out)
     folder.must_be_started()
     chosen, methods = read_description(folder.path / COMPARISON)
-    places = {label: RunFolder(folder.path / name) for label, name in _places(methods).items()}
+    places = {label: RunFolder(folder.path / name) for label, name in folder_names(methods).items()}
     return [label for label, place in places.items() if not place.finished and place.diverged is None], chosen.rounds
 
 
@@ -576,7 +614,7 @@ def read_description(path: str | Path) -> tuple[Experiment, dict[str, Method]]:
     return Experiment.from_dict(values), {label: method(entry) for label, entry in listed.items()}
 
 
-def _places(methods: Mapping[str, Method]) -> dict[str, str]:
+def folder_names(methods: Mapping[str, Method]) -> dict[str, str]:
     """A folder name for every method."""
     names: dict[str, str] = {}
     for label in methods:
@@ -599,21 +637,24 @@ def _play(
     folder: ComparisonFolder | None,
     every: float,
     progress: Progress | None,
+    listeners: Sequence[Guarded],
     dataset: Dataset,
 ) -> Comparison:
-    places = _places(methods)
+    names = folder_names(methods)
+    group = "" if folder is None else folder.path.resolve().name
+    told: dict[str, Any] = {"progress": progress, "callbacks": listeners, "group": group, "dataset": dataset}
     runs: dict[str, Runs] = {}
     diverged: dict[str, int] = {}
     for label, entry in methods.items():
         one = replace(chosen, method=entry)
-        place = None if folder is None else RunFolder(folder.path / places[label], folder.command)
+        place = None if folder is None else RunFolder(folder.path / names[label], folder.command)
         try:
             if place is not None and place.diverged is not None:
                 diverged[label] = place.diverged
             elif place is not None and place.started:
-                runs[label] = resume(place, checkpoint_every=every, progress=progress, label=label, dataset=dataset)
+                runs[label] = resume(place, checkpoint_every=every, label=label, **told)
             else:
-                runs[label] = run(one, place, every=every, progress=progress, label=label, dataset=dataset)
+                runs[label] = run(one, place, every=every, label=label, **told)
         except Diverged as end:  # the other methods have a right to their turn
             diverged[label] = end.round
     where = None if folder is None else folder.path

@@ -6,21 +6,36 @@ several at once, in memory or into a folder; `resume` continues a run that was c
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import torch
 from torch import nn
 
+from evenhand.callbacks import (
+    DIVERGED,
+    FAILED,
+    FINISHED,
+    STOPPED,
+    Audience,
+    Callbacks,
+    Guarded,
+    Tracked,
+    guarded,
+    points,
+)
 from evenhand.checks import EvenhandError, choice, near_miss, number
+from evenhand.constraints import Cells
 from evenhand.data import SUFFIXES, Dataset, Noise, Partition, load, partition
 from evenhand.engine.sampling import Sampling
 from evenhand.engine.simulation import MEASURES, Replica, Settings, Simulation
 from evenhand.engine.training import LocalWork, Shape
-from evenhand.folders import CHECKPOINT_EVERY, DESCRIPTION, Progress, Recorder, RunFolder, facts
+from evenhand.folders import CHECKPOINT_EVERY, DESCRIPTION, Diverged, Progress, Record, Recorder, RunFolder, facts
 from evenhand.holdings import Holdings
 from evenhand.methods import DEFAULT, Method, method
 from evenhand.models import build, must_fit
@@ -373,6 +388,7 @@ def simulate(
     force: bool = False,
     checkpoint_every: float = CHECKPOINT_EVERY,
     progress: Progress | None = None,
+    callbacks: Callbacks = (),
     **settings: Any,
 ) -> Runs:
     """Run an experiment for all its seeds at once.
@@ -384,6 +400,8 @@ def simulate(
         force: replace a run that is in the folder already.
         checkpoint_every: seconds between checkpoints.
         progress: called after every round.
+        callbacks: hear of every seed's start, rounds and end: loggers ("tensorboard:DIR", "mlflow:URI",
+            "wandb:PROJECT") or `Callback` objects of your own. One that fails is left out with a warning.
         settings: changes to the experiment, by name: method="fedfv:alpha=0.2", data="digits", rounds=200, lr=0.05, ...
 
     >>> runs = simulate(method="fedavg", rounds=5, seeds=2)
@@ -391,7 +409,8 @@ def simulate(
     ([0, 1], 30)
     """
     chosen = chosen_experiment(experiment, settings)
-    return run(chosen, None if out is None else RunFolder(out), force=force, every=checkpoint_every, progress=progress)
+    folder = None if out is None else RunFolder(out)
+    return run(chosen, folder, force=force, every=checkpoint_every, progress=progress, callbacks=callbacks)
 
 
 def run(
@@ -401,17 +420,23 @@ def run(
     force: bool = False,
     every: float = CHECKPOINT_EVERY,
     progress: Progress | None = None,
+    callbacks: Callbacks = (),
     label: str = "",
+    group: str = "",
     dataset: Dataset | None = None,
 ) -> Runs:
-    """Run an experiment from its start."""
+    """Run an experiment from its start. group: the comparison that it is a part of."""
     number("checkpoint_every", every, low=0.0)
+    listeners = guarded(callbacks)
     if folder is None:
-        return _play(chosen, Recorder(prepare(chosen, dataset=dataset), None, progress=progress, label=label))
+        recorder = Recorder(prepare(chosen, dataset=dataset), None, progress=progress, label=label)
+        return _play(chosen, recorder, listeners, group)
+    folder.command += resuming(listeners, folder.command)
     with folder.claimed(force=force):
         simulation = prepare(chosen, dataset=dataset)
         folder.begin(chosen.to_toml(), simulation)
-        return _play(chosen, Recorder(simulation, folder, every=every, progress=progress, label=label))
+        recorder = Recorder(simulation, folder, every=every, progress=progress, label=label)
+        return _play(chosen, recorder, listeners, group)
 
 
 def resume(
@@ -419,25 +444,34 @@ def resume(
     *,
     checkpoint_every: float = CHECKPOINT_EVERY,
     progress: Progress | None = None,
+    callbacks: Callbacks = (),
     label: str = "",
+    group: str = "",
     dataset: Dataset | None = None,
 ) -> Runs:
-    """Continue a run that was cut short, to the numbers it would have had; a finished one is read back."""
+    """Continue a run that was cut short, to the numbers it would have had; a finished one is read back.
+
+    Loggers go on in the log they wrote before, and are given whatever it lacks.
+    """
     number("checkpoint_every", checkpoint_every, low=0.0)
+    listeners = guarded(callbacks)
     folder = out if isinstance(out, RunFolder) else RunFolder(out)
     folder.must_be_started()
     if folder.finished:
-        return load_runs(folder.path)
+        runs = load_runs(folder.path)
+        _tell_again(runs, folder, listeners, label or runs.experiment.method.name, group)
+        return runs
+    folder.command += resuming(listeners, folder.command)
     with folder.locked():
         chosen = load_toml(folder.path / DESCRIPTION)
         simulation = prepare(chosen, dataset=dataset)
         recorder = Recorder(simulation, folder, every=checkpoint_every, progress=progress, label=label)
         recorder.restore()
-        return _play(chosen, recorder)
+        return _play(chosen, recorder, listeners, group)
 
 
 def load_runs(out: str | Path) -> Runs:
-    """The runs in a folder, as far as they have got."""
+    """The runs in a folder, as far as they have got: while one is written to, what all its seeds have."""
     folder = RunFolder(out)
     folder.must_be_started()
     chosen = load_toml(folder.path / DESCRIPTION)
@@ -454,13 +488,38 @@ def load_runs(out: str | Path) -> Runs:
         )
         for seed in chosen.seeds
     ]
+    if not folder.finished:
+        for name in ("rounds", "evaluations"):
+            shared = min(len(getattr(one, name)) for one in runs)
+            for one in runs:
+                del getattr(one, name)[shared:]
     notes = []
     if folder.diverged is not None:
         notes.append(f"the training diverged in round {folder.diverged:,}; a smaller lr helps")
     return Runs(chosen, runs, folder.path, notes)
 
 
-def _play(chosen: Experiment, recorder: Recorder) -> Runs:
+def _play(chosen: Experiment, recorder: Recorder, listeners: Sequence[Guarded], group: str) -> Runs:
+    if not listeners:
+        return _to_the_end(chosen, recorder)
+    recorder.audience = _audience(chosen, recorder, listeners, group)
+    recorder.audience.start()
+    how = FAILED
+    try:
+        runs = _to_the_end(chosen, recorder)
+        how = FINISHED
+        return runs
+    except Diverged:
+        how = DIVERGED
+        raise
+    except KeyboardInterrupt:
+        how = STOPPED
+        raise
+    finally:
+        recorder.audience.end(how)
+
+
+def _to_the_end(chosen: Experiment, recorder: Recorder) -> Runs:
     recorder.run()
     folder = recorder.folder
     runs = Runs(chosen, runs_of(chosen, recorder), None if folder is None else folder.path)
@@ -468,6 +527,62 @@ def _play(chosen: Experiment, recorder: Recorder) -> Runs:
     if folder is not None:
         recorder.finish(runs)
     return runs
+
+
+def resuming(listeners: Sequence[Guarded], command: str) -> str:
+    """What must be added to a command that resumes a run, so that it goes on in the same logs."""
+    words = [f" --log {shlex.quote(entry.callback.log)}" for entry in listeners if entry.callback.log]
+    return "".join(word for word in words if word not in command)
+
+
+def _audience(chosen: Experiment, recorder: Recorder, listeners: Sequence[Guarded], group: str) -> Audience:
+    """Everybody who listens to a run that is about to start or to go on."""
+    folder, cells = recorder.folder, recorder.simulation.cells
+    id = uuid4().hex if folder is None else folder.id
+    runs = [
+        _tracked(replace(chosen, seeds=(replica.seed,)), record, folder, cells, id, recorder.label, group)
+        for replica, record in zip(recorder.simulation.replicas, recorder.records, strict=True)
+    ]
+    return Audience(listeners, runs)
+
+
+def _tell_again(runs: Runs, folder: RunFolder, listeners: Sequence[Guarded], label: str, group: str) -> None:
+    """Tell of a finished run: a log that lacks some of it, or all of it, is given that."""
+    if not listeners:
+        return
+    told = []
+    for one in runs:
+        seconds = folder.seconds(one.seed)
+        record = Record(one.names, one.test_samples, one.rounds, seconds, one.evaluations)
+        told.append(_tracked(one.experiment, record, folder, one.cells, folder.id, label, group))
+    audience = Audience(listeners, told)
+    audience.start()
+    audience.end(FINISHED)
+
+
+def _tracked(
+    experiment: Experiment,
+    record: Record,
+    folder: RunFolder | None,
+    cells: Cells | None,
+    id: str,
+    label: str,
+    group: str,
+) -> Tracked:
+    seed = experiment.seeds[0]
+    within = "" if folder is None else folder.path.resolve().name
+    found = Tracked(
+        id=f"{id}-{seed}",
+        name="/".join(filter(None, [group, label if group or not within else within, f"seed-{seed}"])),
+        group=group or within,
+        label=label,
+        experiment=experiment,
+        names=record.names,
+        test_samples=record.test_samples,
+        cells=cells,
+        folder=None if folder is None else folder.seed(seed),
+    )
+    return replace(found, past=tuple(points(found, record.rounds, record.seconds, record.evaluations)))
 
 
 def _notes(simulation: Simulation, runs: Runs) -> list[str]:

@@ -15,8 +15,8 @@
     seed-N/model.safetensors  the trained model (and, where clients train their own, personal.safetensors)
     checkpoint*.safetensors   while it runs, the last two states it can continue from
 
-The logs only grow, and are on disk before a checkpoint is; a checkpoint is written whole or not at all. So after a
-sudden end the logs are cut back to the checkpoint's round, and the same rounds follow again.
+The logs only grow, every second or so, and are on disk before a checkpoint is; a checkpoint is written whole or not at
+all. So after a sudden end the logs are cut back to the checkpoint's round, and the same rounds follow again.
 """
 
 from __future__ import annotations
@@ -39,11 +39,13 @@ from pathlib import Path
 from time import monotonic
 from types import FrameType
 from typing import TYPE_CHECKING, Any, ClassVar
+from uuid import uuid4
 
 import numpy as np
 import torch
 
 from evenhand import storage
+from evenhand.callbacks import Audience, points
 from evenhand.checks import EvenhandError, NoUsableClient
 from evenhand.constraints import Cells
 from evenhand.engine import checkpoint
@@ -76,6 +78,7 @@ COLUMNS = ("round", "client", "accuracy", "loss", "test_samples")
 
 CHECKPOINT_EVERY = 20.0  # seconds
 CHECKPOINT_SHARE = 0.05  # of the time, at most, goes into checkpoints
+LOG_EVERY = 1.0  # seconds between writes to the logs, for those who watch
 SHOWN_CLIENTS = 200  # in partition.txt
 WORST_PERCENT = 10.0  # of the clients, in a progress bar
 
@@ -284,7 +287,17 @@ class RunFolder(Folder):
         if simulation.cells is not None and not (self.path / CELLS).is_file():
             write_json(self.path / CELLS, simulation.cells.to_dict())
         if not (self.path / VERSIONS).is_file():
-            write_json(self.path / VERSIONS, {**versions(simulation.device), "started": now(), "resumed": []})
+            began = {"id": uuid4().hex, "started": now(), "resumed": []}
+            write_json(self.path / VERSIONS, {**versions(simulation.device), **began})
+
+    @property
+    def id(self) -> str:
+        """What tells the run apart from another one that was in this folder before."""
+        try:
+            kept = json.loads((self.path / VERSIONS).read_text())
+            return str(kept.get("id") or file_name(kept["started"]))  # a folder of an earlier version has no id
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise EvenhandError(f"{str(self.path / VERSIONS)!r} does not say which run this is: {error!r}") from error
 
     def clear(self) -> None:
         """Remove the files of a run, and nothing else; the description last, so that it can be done again."""
@@ -306,14 +319,14 @@ class RunFolder(Folder):
     def read(self, seed: int) -> tuple[tuple[str, ...], Integers, list[dict[str, Any]], list[dict[str, Any]]]:
         """Names, test samples, rounds and evaluations of a seed, as far as they are on disk."""
         place = self.seed(seed)
-        rounds = [json.loads(line) for line in _whole_lines(place / ROUNDS)]
+        rounds = _records(place / ROUNDS)
         names, counts, evaluations = _read_clients(place / CLIENTS)
         _add_predicted(place / PREDICTED, evaluations)
         return names, counts, rounds, evaluations
 
     def seconds(self, seed: int) -> list[float | None]:
         """How long each round of a seed took."""
-        return [json.loads(line)["seconds"] for line in _whole_lines(self.seed(seed) / TIMING)]
+        return [entry["seconds"] for entry in _records(self.seed(seed) / TIMING)]
 
     def holdings(self, seed: int) -> Holdings | None:
         """Who holds what under a seed; None in a folder that an older version wrote."""
@@ -469,18 +482,19 @@ class Record:
     rounds_written: int = 0
     evaluations_written: int = 0
 
-    def write(self, place: Path) -> None:
+    def write(self, place: Path, *, sync: bool = True) -> None:
+        """Append what is new; `sync` waits until that, and all before it, is on the disk."""
         place.mkdir(exist_ok=True)
         fresh = self.rounds[self.rounds_written :]
         timed = zip(fresh, self.seconds[self.rounds_written :], strict=True)
-        _append(place / ROUNDS, "".join(f"{to_json(entry)}\n" for entry in fresh))
+        _append(place / ROUNDS, "".join(f"{to_json(entry)}\n" for entry in fresh), sync)
         times = ({"round": entry["round"], "seconds": seconds} for entry, seconds in timed)
-        _append(place / TIMING, "".join(f"{to_json(entry)}\n" for entry in times))
+        _append(place / TIMING, "".join(f"{to_json(entry)}\n" for entry in times), sync)
         measured = self.evaluations[self.evaluations_written :]
-        _append(place / CLIENTS, self._rows(measured))
         counted = [{"round": e["round"], "predicted": e["predicted"]} for e in measured if "predicted" in e]
-        if counted:
-            _append(place / PREDICTED, "".join(f"{to_json(entry)}\n" for entry in counted))
+        if counted or (place / PREDICTED).is_file():
+            _append(place / PREDICTED, "".join(f"{to_json(entry)}\n" for entry in counted), sync)
+        _append(place / CLIENTS, self._rows(measured), sync)
         self.rounds_written, self.evaluations_written = len(self.rounds), len(self.evaluations)
 
     def _rows(self, entries: Sequence[Mapping[str, Any]]) -> str:
@@ -497,7 +511,7 @@ class Record:
 
 def _add_predicted(path: Path, evaluations: Sequence[dict[str, Any]]) -> None:
     """Put the predictions by cell beside the evaluations that they belong to."""
-    found = {entry["round"]: entry["predicted"] for entry in map(json.loads, _whole_lines(path))}
+    found = {entry["round"]: entry["predicted"] for entry in _records(path)}
     for entry in evaluations:
         if entry["round"] in found:
             entry["predicted"] = np.array(found[entry["round"]], dtype=np.int64)
@@ -507,11 +521,12 @@ def _cells(values: Any) -> list[str]:
     return ["" if value != value else repr(value) for value in np.asarray(values, dtype=np.float64).tolist()]
 
 
-def _append(path: Path, text: str) -> None:
+def _append(path: Path, text: str, sync: bool) -> None:
     with path.open("ab") as file:
         file.write(text.encode())
         file.flush()
-        os.fsync(file.fileno())
+        if sync:
+            os.fsync(file.fileno())
 
 
 def _whole_lines(path: Path) -> list[bytes]:
@@ -521,11 +536,40 @@ def _whole_lines(path: Path) -> list[bytes]:
     return [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
 
 
-def _cut(path: Path, belongs: Callable[[bytes], bool]) -> None:
-    """Keep the first lines of a log, up to the first one that does not belong."""
+def _records(path: Path) -> list[dict[str, Any]]:
+    return [_record(path, number, line) for number, line in enumerate(_whole_lines(path), 1)]
+
+
+def _record(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or "round" not in found:
+        raise _damaged(path, number)
+    return found
+
+
+def _damaged(path: Path, number: int) -> EvenhandError:
+    return EvenhandError(f"line {number} of {str(path)!r} is not a record; the file was damaged or changed by hand")
+
+
+def _round_of_record(path: Path, number: int, line: bytes) -> int:
+    return int(_record(path, number, line)["round"])
+
+
+def _round_of_row(path: Path, number: int, line: bytes) -> int:
+    try:
+        return 0 if number == 1 else int(line.split(b",", 1)[0])
+    except ValueError:
+        raise _damaged(path, number) from None
+
+
+def _cut(path: Path, last: int, round_of: Callable[[Path, int, bytes], int]) -> None:
+    """Keep the first lines of a log, up to the first one of a round after the last."""
     length = 0
-    for line in _whole_lines(path):
-        if not belongs(line):
+    for number, line in enumerate(_whole_lines(path), 1):
+        if round_of(path, number, line) > last:
             break
         length += len(line)
     if path.is_file():
@@ -537,10 +581,21 @@ def _read_clients(path: Path) -> tuple[tuple[str, ...], Integers, list[dict[str,
     rows = list(csv.reader(lines[1:]))
     if not rows:
         return (), np.zeros(0, dtype=np.int64), []
+    try:
+        return _tables(rows)
+    except (ValueError, IndexError):
+        wrong = next((number for number, row in enumerate(rows, 2) if not _is_row(row)), len(rows) + 1)
+        raise _damaged(path, wrong) from None
+
+
+def _tables(rows: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], Integers, list[dict[str, Any]]]:
+    """What rows of clients, evaluation by evaluation, say: names, test samples, evaluations."""
     clients = sum(row[0] == rows[0][0] for row in rows)
     names = tuple(row[1] for row in rows[:clients])
     counts = np.array([int(row[4]) for row in rows[:clients]], dtype=np.int64)
     evaluations = []
+    if not all(map(_is_row, rows[len(rows) // clients * clients :])):  # an evaluation that is being written
+        raise ValueError
     for start in range(0, len(rows) - clients + 1, clients):
         block = rows[start : start + clients]
         accuracies, losses = (np.array([float(row[place] or "nan") for row in block]) for place in (2, 3))
@@ -555,6 +610,14 @@ def _read_clients(path: Path) -> tuple[tuple[str, ...], Integers, list[dict[str,
             }
         )
     return names, counts, evaluations
+
+
+def _is_row(row: Sequence[str]) -> bool:
+    try:
+        _ = int(row[0]), int(row[4]), float(row[2] or "nan"), float(row[3] or "nan")
+    except (ValueError, IndexError):
+        return False
+    return len(row) == len(COLUMNS)
 
 
 # --------------------------------------------------------------------------------------------------------- recording
@@ -580,8 +643,10 @@ class Recorder:
             names = replica.partition.names or map(str, range(replica.partition.clients))
             tidy = tuple(" ".join(name.split()) for name in names)  # a line of a log is a line
             self.records.append(Record(tidy, replica.partition.test.sizes))
+        self.audience: Audience | None = None
         self._stop: int | None = None
         self._due = monotonic() + every
+        self._log_due = monotonic()
 
     @property
     def _advice(self) -> str:
@@ -621,18 +686,23 @@ class Recorder:
             self._leave()
         if self.folder is not None and monotonic() >= self._due and simulation.round < simulation.settings.rounds:
             self._checkpoint()
+        elif self.folder is not None and monotonic() >= self._log_due:
+            with writing(self.folder.path, self._advice):
+                self._flush(sync=False)
         if self.progress is not None:
             latest = [record.evaluations[-1] for record in self.records]
             self.progress(Status(self.label, simulation.round, simulation.settings.rounds, latest))
 
     def _collect(self) -> None:
         """Take the replicas' records over, so that a checkpoint holds states and not histories."""
-        for replica, record in zip(self.simulation.replicas, self.records, strict=True):
-            for entry in replica.rounds:
-                record.seconds.append(entry.pop("seconds", None))
-                record.rounds.append(entry)
-            record.evaluations += replica.evaluations
-            replica.rounds, replica.evaluations = [], []
+        for place, (replica, record) in enumerate(zip(self.simulation.replicas, self.records, strict=True)):
+            rounds, evaluations, replica.rounds, replica.evaluations = replica.rounds, replica.evaluations, [], []
+            seconds = [entry.pop("seconds", None) for entry in rounds]
+            record.rounds += rounds
+            record.seconds += seconds
+            record.evaluations += evaluations
+            if self.audience is not None:
+                self.audience.hear(place, points(self.audience.runs[place], rounds, seconds, evaluations))
 
     # ---- checkpoints
 
@@ -648,14 +718,15 @@ class Recorder:
         took = monotonic() - started
         self._due = monotonic() + max(self.every, took / CHECKPOINT_SHARE if self.every else 0.0)
 
-    def _flush(self) -> None:
+    def _flush(self, *, sync: bool = True) -> None:
         assert self.folder is not None
         for replica, record in zip(self.simulation.replicas, self.records, strict=True):
             place = self.folder.seed(replica.seed)
-            record.write(place)
+            record.write(place, sync=sync)
             if not (place / HOLDINGS).is_file():
                 held = Holdings.of(replica.partition, self.simulation.dataset)
                 storage.write_bytes(place / HOLDINGS, held.text(record.names).encode())
+        self._log_due = monotonic() + LOG_EVERY
 
     def restore(self) -> None:
         """Go back to the newest checkpoint that can be read, and cut the logs to it."""
@@ -696,12 +767,12 @@ class Recorder:
     def _restore_logs(self, place: Path, record: Record) -> None:
         reached = self.simulation.round
         for name in (ROUNDS, TIMING):
-            _cut(place / name, lambda line: json.loads(line)["round"] < reached)
-        started = reached > 0
-        _cut(place / CLIENTS, lambda line: started and _belongs(line, reached))
-        _cut(place / PREDICTED, lambda line: started and json.loads(line)["round"] <= reached)
-        record.rounds = [json.loads(line) for line in _whole_lines(place / ROUNDS)]
-        record.seconds = [json.loads(line)["seconds"] for line in _whole_lines(place / TIMING)]
+            _cut(place / name, reached - 1, _round_of_record)
+        measured_until = reached or -1  # a run that starts anew measures again before its first round
+        _cut(place / CLIENTS, measured_until, _round_of_row)
+        _cut(place / PREDICTED, measured_until, _round_of_record)
+        record.rounds = _records(place / ROUNDS)
+        record.seconds = [entry["seconds"] for entry in _records(place / TIMING)]
         _, _, record.evaluations = _read_clients(place / CLIENTS)
         _add_predicted(place / PREDICTED, record.evaluations)
         measured = 1 + reached // self.simulation.settings.eval_every if reached else 0
@@ -718,7 +789,7 @@ class Recorder:
         try:
             kept = json.loads(path.read_text())
         except (OSError, ValueError):
-            kept = {**here, "started": None, "resumed": []}
+            kept = {**here, "id": uuid4().hex, "started": None, "resumed": []}
         for name in ("evenhand", "torch", "numpy", "device", "threads"):
             if kept.get(name) != here[name]:
                 self.notes.append(
@@ -783,8 +854,3 @@ class Recorder:
             self.folder.path,
             self._stop,
         )
-
-
-def _belongs(line: bytes, reached: int) -> bool:
-    first = line.split(b",", 1)[0]
-    return first == b"round" or int(first) <= reached
