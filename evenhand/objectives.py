@@ -29,9 +29,15 @@ class PlainRisk(Objective):
 class Proximal(Objective):
     """FedProx (Li et al., MLSys 2020, eq. 2): the risk plus mu/2 times the squared distance to the received model."""
 
-    mu: float = 0.1
+    mu: float = 0.1  # strength of the pull towards the received model
 
     name: ClassVar[str] = "proximal"
+    when: ClassVar[str] = (
+        "Much local work on unlike data, so that clients drift far from the received model before they answer."
+    )
+    when_not: ClassVar[str] = (
+        "As a method for fairness: nobody is given more say. With one local step a round it is FedAvg."
+    )
 
     def __post_init__(self) -> None:
         number("mu", self.mu, low=0.0)
@@ -45,7 +51,7 @@ class Proximal(Objective):
 class ClientMomentum(Objective):
     """FedFa (eqs. 1, 2): the plain risk, minimised by SGD with momentum, which starts anew each round."""
 
-    client_momentum: float = 0.9
+    client_momentum: float = 0.9  # of the clients' SGD
 
     name: ClassVar[str] = "client-momentum"
 
@@ -61,9 +67,14 @@ class Personal(Objective):
     and is the one that serves (and is evaluated on) the client.
     """
 
-    lam: float = 1.0
+    lam: float = 1.0  # strength of the personal model's pull towards the received one
 
     name: ClassVar[str] = "personal"
+    when: ClassVar[str] = "Where every client may have a model of its own."
+    when_not: ClassVar[str] = (
+        "Where one shared model has to serve, new clients included. A personal model may also be lost: on Bank one "
+        "was, under one seed of five."
+    )
 
     def __post_init__(self) -> None:
         number("lam", self.lam, low=0.0)
@@ -81,11 +92,16 @@ class Similarity(Objective):
     gradient and so is FedAvg.
     """
 
-    mu: float = 3.0
-    layers: int = 2
-    quirk: str = "none"
+    mu: float = 3.0  # what the similarity counts beside the loss
+    layers: int = 2  # how many of the first layers
+    quirk: str = "none"  # "weights": as in FedLF's code, which is FedAvg
 
     name: ClassVar[str] = "similarity"
+    when: ClassVar[str] = "Many local steps on unlike data, where the first layers should stay common to all."
+    when_not: ClassVar[str] = (
+        "As a method for fairness: nobody is given more say. Every step asks two more models, and every client seen "
+        "keeps one."
+    )
 
     def __post_init__(self) -> None:
         number("mu", self.mu, low=0.0)
@@ -117,6 +133,11 @@ class Correction(Objective):
     clean: float = 0.1  # noise level up to which a client takes part in the second stage
 
     name: ClassVar[str] = "correction"
+    when: ClassVar[str] = "Where some clients' training labels are wrong, and it is not known whose."
+    when_not: ClassVar[str] = (
+        "With clean labels (rare ones that are right may be corrected too) or few rounds: the first stage alone takes "
+        "iterations * clients / together of them."
+    )
 
     def __post_init__(self) -> None:
         for name in ("iterations", "together", "neighbours"):

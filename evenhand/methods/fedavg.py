@@ -24,6 +24,13 @@ class FedAvg(Rule):
 
     name: ClassVar[str] = "fedavg"
     paper: ClassVar[str] = "McMahan et al., AISTATS 2017"
+    when: ClassVar[str] = (
+        "As the baseline of every comparison, and where clients are alike or the mean is all that counts."
+    )
+    when_not: ClassVar[str] = (
+        "Where clients differ and each must be served: whoever is outnumbered pays. In the README's demo its worst "
+        "clients are far behind those of the fair methods."
+    )
 
     def __post_init__(self) -> None:
         choice("weights", self.weights, ("size", "uniform"))
