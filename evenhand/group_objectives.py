@@ -219,7 +219,7 @@ class Reweighted(Objective):
     The local debiasing that FairFed (Ezzeldin et al., AAAI 2023) builds upon. Several attributes are crossed.
     """
 
-    debias: bool = True
+    debias: bool = True  # off: the plain risk
 
     name: ClassVar[str] = "reweighted"
 
