@@ -33,7 +33,7 @@ test: $(STAMP)
 	$(BIN)/pytest -n 2
 
 docs: $(STAMP)
-	$(BIN)/python docs/site/build.py
+	$(BIN)/python docs/site/make_site.py
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/rules.py

@@ -27,7 +27,11 @@ class PlainRisk(Objective):
 
 @dataclass(frozen=True)
 class Proximal(Objective):
-    """FedProx (Li et al., MLSys 2020, eq. 2): the risk plus mu/2 times the squared distance to the received model."""
+    """FedProx (Li et al., MLSys 2020, eq. 2): the risk plus mu/2 times the squared distance to the received model.
+
+    A client minimises, from the received theta on,
+        F_k(w) + mu / 2 |w - theta|^2.
+    """
 
     mu: float = 0.1  # strength of the pull towards the received model
 
@@ -63,7 +67,8 @@ class ClientMomentum(Objective):
 class Personal(Objective):
     """Ditto (Li et al., ICML 2021, Algorithm 1): besides the shared model every client trains one of its own.
 
-    The personal model v_k takes the same local steps with a pull lam (v_k - theta) towards the received model,
+    The personal model v_k takes the same local steps with a pull towards the received model theta,
+        v_k <- v_k - lr (grad F_k(v_k) + lam (v_k - theta)),
     and is the one that serves (and is evaluated on) the client.
     """
 
@@ -84,7 +89,8 @@ class Personal(Objective):
 class Similarity(Objective):
     """FedCKA (Son et al., 2022): the first layers stay more like the received model's than like the client's last ones.
 
-    To the mean loss of a batch is added mu times the mean, over the first layers, of -log(e^near / (e^near + e^far)),
+    To the mean loss of a batch is added
+        mu * mean over the first layers of -log(e^near / (e^near + e^far)),
     where near is the linear CKA between the layer's answers to the batch and those of the received model, and far the
     same with the client's own model of the last time it took part (a newcomer's is the received one). A layer is a
     module with a weight matrix; its answer is taken before the activation function. Samples that are all alike, such
@@ -118,8 +124,12 @@ class Similarity(Objective):
 class Correction(Objective):
     """FedCorr (Xu et al., CVPR 2022): find the clients with wrong labels, correct these, then train as usual.
 
-    The stages are in evenhand/engine/correction.py. The method's own rule and server step begin with the third; until
-    then FedAvg's serve.
+    The details are in evenhand/engine/correction.py. The method's own rule and server step begin with the third stage;
+    until then FedAvg's serve.
+        1  all clients, `iterations` times: who is noisy, by the local dimension of the models' answers; how much, by a
+           mixture over the losses; labels of which the shared model is sure are corrected
+        2  clean clients alone, a share `fine_tuning` of the rounds that are left; then a second correction
+        3  all clients, as usual
     """
 
     iterations: int = 5  # of the first stage, each over all clients

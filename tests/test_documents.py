@@ -274,7 +274,7 @@ def test_a_notebook_runs_from_top_to_bottom(notebook, tmp_path):
 
 
 def site_builder():
-    spec = importlib.util.spec_from_file_location("site_builder", ROOT / "docs" / "site" / "build.py")
+    spec = importlib.util.spec_from_file_location("site_builder", ROOT / "docs" / "site" / "make_site.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -313,7 +313,7 @@ def test_the_api_reference_is_whole():
 def test_the_site_builds_without_a_warning_and_needs_no_network(tmp_path):
     for package in ("sphinx", "furo", "myst_parser"):
         pytest.importorskip(package, reason='the site needs pip install "evenhand[docs]"')
-    command = [sys.executable, str(ROOT / "docs" / "site" / "build.py"), "--out", str(tmp_path / "site")]
+    command = [sys.executable, str(ROOT / "docs" / "site" / "make_site.py"), "--out", str(tmp_path / "site")]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     pages = {path.relative_to(tmp_path / "site").as_posix(): path for path in (tmp_path / "site").rglob("*.html")}

@@ -1,4 +1,4 @@
-"""How Sphinx renders the site; docs/site/build.py (`make docs`) lays out the pages and calls it."""
+"""How Sphinx renders the site; docs/site/make_site.py (`make docs`) lays out the pages and calls it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from build import as_rst
+from make_site import as_rst
 
 from evenhand import __version__
 
@@ -21,7 +21,7 @@ myst_heading_anchors = 4
 suppress_warnings = ["myst.header"]  # a page of results may begin below the first level
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
-autodoc_default_options = {"members": True, "show-inheritance": False}
+autodoc_default_options = {"members": True}
 python_use_unqualified_type_names = True
 maximum_signature_line_length = 88
 add_module_names = False

@@ -1,7 +1,8 @@
 """FedAvg: the size-weighted (or plain) mean of the clients' updates.
 
 Paper: McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data, AISTATS 2017,
-Algorithm 1, line 8.
+Algorithm 1, line 8; with n_k samples of client k and n of all who take part,
+    theta <- theta - sum_k n_k / n g_k.
 """
 
 from __future__ import annotations

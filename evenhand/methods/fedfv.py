@@ -1,7 +1,10 @@
 """FedFV: conflicting updates are projected onto each other's normal planes in the order of the losses.
 
-Paper: Wang et al., Federated Learning with Fair Averaging, IJCAI 2021, Algorithms 1 to 3. In Gram space the projected
-update of client i is a row of coefficients, and one sweep over the targets projects all clients at once.
+Paper: Wang et al., Federated Learning with Fair Averaging, IJCAI 2021, Algorithms 1 to 3. For every client k that does
+not keep its update, and every other client j in ascending order of the losses,
+    g_k' <- g_k' - (g_k' . g_j) / |g_j|^2 g_j   where g_k' . g_j < 0   (g_k' starts as g_k),
+    d = mean_k g_k', turned likewise away from absent clients' updates, with the length of mean_k g_k.
+In Gram space g_k' is a row of coefficients, and one sweep over the targets projects all clients at once.
 
 Departures, all as in the authors' own code: the share alpha with the LARGEST losses keeps its updates (Algorithm 2,
 line 1 reads as if it were projected); absent clients last seen i rounds ago have t_k = t - i (Algorithm 3, line 4

@@ -2,9 +2,11 @@
 line search.
 
 Paper: Pan et al., FedMDFG: Federated Learning with Multi-Gradient Descent and Fair Guidance, AAAI 2023,
-Algorithms 1 and 2. All updates are rescaled to their mean length; the fair guidance h = (p.F^)F^ - p, with p =
-1/|1|, joins when the angle between F and p exceeds theta, or when some but not all clients do worse than they
-used to; clients of the previous round that are absent now take part with their last update.
+Algorithms 1 and 2. All updates are rescaled to their mean length, and
+    d = min-norm point of the hull of { g_k } (present and remembered clients) and sum_k h_k g_k,
+    h = (p . F^) F^ - p,   p = 1 / |1|,   F^ = F / |F|.
+The fair guidance h joins when the angle between F and p exceeds theta, or when some but not all clients do worse than
+they used to; clients of the previous round that are absent now take part with their last update.
 
 Departures: the line search accepts a true Armijo decrease (the released code has its sign reversed) and
 compares cosines by Euclidean norms (the code divides by the sum). Without a way to ask clients for trial

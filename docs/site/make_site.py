@@ -1,4 +1,4 @@
-"""Build the site: `make docs`, or `python docs/site/build.py --out FOLDER`. Warnings are errors.
+"""Build the site: `make docs`, or `python docs/site/make_site.py --out FOLDER`. Warnings are errors.
 
 The pages are laid out in a folder of their own, so that nothing is written beside the sources: those of docs/ as they
 are, a page for every method from its docstrings and fields, the API reference, the notebooks, and the documents of the
@@ -63,6 +63,7 @@ API = {
 
 LINK = re.compile(r"(?<=\]\()([^)\s#]+)(#[^)\s]*)?(?=\))")
 COMMENT = re.compile(r"^    (\w+):[^=#\n]+=[^#\n]*?  # (.+)$", flags=re.MULTILINE)
+PARAMETER = re.compile(r"^([a-z_]+(?:, [a-z_]+)*):(?= )", flags=re.MULTILINE)
 SETTLED = ("Departure", "Departures")
 
 
@@ -98,10 +99,20 @@ def as_markdown(docstring: str) -> str:
     return "\n\n".join(pieces)
 
 
+def listed(docstring: str) -> str:
+    """Lines such as `losses: what it is`, with what goes on below them indented, as a list."""
+    blocks = re.split(r"\n\s*\n", docstring.strip("\n"))
+    for place, block in enumerate(blocks):
+        if len(PARAMETER.findall(block)) > 1 and PARAMETER.match(block):
+            items = re.sub(r"\n\s+", " ", block).splitlines()
+            blocks[place] = "\n".join(PARAMETER.sub(r"- `\1`:", item) for item in items)
+    return "\n\n".join(blocks)
+
+
 def as_rst(docstring: str) -> str:
     """The same for Sphinx's autodoc, which reads reStructuredText."""
     pieces = []
-    for set_apart, text in paragraphs(docstring):
+    for set_apart, text in paragraphs(listed(docstring)):
         if set_apart and text.startswith(">>>"):
             pieces.append(text)
         elif set_apart:
@@ -130,7 +141,7 @@ def method_page(name: str) -> str:
     if departures:
         page += ["## Where it departs from the paper", departures]
     page += ["## Options", _options(made)]
-    page += ["## Use it", f"```sh\n{command(name)}\n```", f"```python\neh.method({written(name)!r})\n```"]
+    page += ["## Use it", f"```sh\n{command(name)}\n```", f"```python\n{in_python(name)}\n```"]
     return "\n\n".join(page) + "\n"
 
 
@@ -146,6 +157,13 @@ def written(name: str) -> str:
             if isinstance(value, int | float | str) and not isinstance(value, bool):
                 return f"{name}:{field.name}={value}"
     return name
+
+
+def in_python(name: str) -> str:
+    import evenhand as eh
+
+    data = ', data="synthetic-groups", participation=1.0' if eh.method(name).objective.grouped else ""
+    return f'import evenhand as eh\n\nrun = eh.simulate(method="{written(name)}"{data})'
 
 
 def command(name: str) -> str:
@@ -179,14 +197,15 @@ def _facts(info: Any, made: Any) -> str:
     needs = ", ".join(f"`{need}`" for need in info.needs) or "nothing but the updates"
     if info.groups:
         needs += "; sums over groups and labels"
-    memory = {"off": "not used", "expected": "until they are expected back"}.get(made.rule.memory, made.rule.memory)
+    memory = {"off": "not used", "expected": "kept until a client is expected back"}.get(made.rule.memory)
+    memory = memory or f"kept for {made.rule.memory.removeprefix('last:')} round(s)"
     rows = [
         ("paper", info.paper),
         ("the server needs", needs),
         ("parts", f"rule `{made.rule.name}`, server step `{made.server.name}`, objective `{made.objective.name}`"),
         ("updates of absent clients", memory),
     ]
-    return "| | |\n|---|---|\n" + "\n".join(f"| {head} | {cell} |" for head, cell in rows)
+    return "| in short | |\n|---|---|\n" + "\n".join(f"| {head} | {cell} |" for head, cell in rows)
 
 
 def _options(made: Any) -> str:
@@ -299,8 +318,8 @@ def lay_out(stage: Path) -> None:
     texts["methods"] += "\n" + toctree([f"methods/{file_of(name)}" for name in names])
 
     texts |= {f"api/{page}": api_page(title, objects) for page, (title, objects) in API.items()}
-    listed = "\n".join(f"- [{title}](api/{page}.md)" for page, (title, _) in API.items())
-    texts["api"] = f"# API reference\n\n`import evenhand as eh` gives all of these but the dotted names.\n\n{listed}\n"
+    entries = "\n".join(f"- [{title}](api/{page}.md)" for page, (title, _) in API.items())
+    texts["api"] = f"# API reference\n\n`import evenhand as eh` gives all of these but the dotted names.\n\n{entries}\n"
     texts["api"] += "\n" + toctree([f"api/{page}" for page in API])
 
     known = {page for section in NAVIGATION.values() for page in section} | LEFT_OUT
