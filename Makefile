@@ -1,6 +1,7 @@
 # make demo    set up and compare seven methods on handwritten digits, 50 clients with two classes each
 # make picture set up and show the idea on three conflicting clients (writes the README's picture)
 # make test    set up and run format check, lint, type check and all tests
+# make docs    set up and build the site, in build/site (warnings are errors)
 # make bench   measure every rule against the memory floor and the published form
 # make format  rewrite the sources in the house style
 
@@ -9,7 +10,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo picture test bench format clean
+.PHONY: demo picture test docs bench format clean
 
 # The environment is rebuilt when it is missing, half-made, or older than what it was made from.
 $(STAMP): pyproject.toml constraints.txt Makefile
@@ -30,6 +31,9 @@ test: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/pytest -n 2
+
+docs: $(STAMP)
+	$(BIN)/python docs/site/make_site.py
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/rules.py

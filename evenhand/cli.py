@@ -750,6 +750,9 @@ def methods(
             print(f"paper     {entry.paper}\nneeds     {', '.join(entry.needs) or 'nothing but the updates'}")
             for place, (setting, value) in enumerate(entry.settings.items()):
                 print(f"{'' if place else 'settings':<9} {setting} = {'none' if value is None else value}")
+            for head, said in (("use it", entry.when), ("not", entry.when_not)):
+                if said:
+                    print(textwrap.fill(f"{head:<9} {said}", 110, subsequent_indent=" " * 10))
             rule = type(method(entry.name).rule)
             print(f"\n{(inspect.getmodule(rule).__doc__ or '').strip()}")
 

@@ -29,14 +29,23 @@ class PlainRisk(Objective):
 class Proximal(Objective):
     """FedProx (Li et al., MLSys 2020, eq. 2): the risk plus mu/2 times the squared distance to the received model.
 
+    A client minimises, from the received theta on,
+        F_k(w) + mu / 2 |w - theta|^2.
+
     `fedlf_code=True` is the mistake behind FedLF's FedProx rows: a client makes one step a round, always on its first
     mini-batch, where the penalty is still zero.
     """
 
-    mu: float = 0.1
+    mu: float = 0.1  # strength of the pull towards the received model
     fedlf_code: bool = False  # as FedLF's code has it: one step, on the same mini-batch every round
 
     name: ClassVar[str] = "proximal"
+    when: ClassVar[str] = (
+        "Much local work on unlike data, so that clients drift far from the received model before they answer."
+    )
+    when_not: ClassVar[str] = (
+        "As a method for fairness: nobody is given more say. With one local step a round it is FedAvg."
+    )
 
     def __post_init__(self) -> None:
         number("mu", self.mu, low=0.0)
@@ -51,7 +60,7 @@ class Proximal(Objective):
 class ClientMomentum(Objective):
     """FedFa (eqs. 1, 2): the plain risk, minimised by SGD with momentum, which starts anew each round."""
 
-    client_momentum: float = 0.9
+    client_momentum: float = 0.9  # of the clients' SGD
 
     name: ClassVar[str] = "client-momentum"
 
@@ -63,7 +72,8 @@ class ClientMomentum(Objective):
 class Personal(Objective):
     """Ditto (Li et al., ICML 2021, Algorithm 1): besides the shared model every client trains one of its own.
 
-    The personal model v_k takes the same local steps with a pull lam (v_k - theta) towards the received model,
+    The personal model v_k takes the same local steps with a pull towards the received model theta,
+        v_k <- v_k - lr (grad F_k(v_k) + lam (v_k - theta)),
     and is the one that serves (and is evaluated on) the client.
 
     `fedlf_code=True` is the mistake behind FedLF's Ditto rows: there are no personal models. A client's only model
@@ -73,10 +83,15 @@ class Personal(Objective):
     eta = 1 - (1 - 1/N)^m goes as far in one go.
     """
 
-    lam: float = 1.0
+    lam: float = 1.0  # strength of the personal model's pull towards the received one
     fedlf_code: bool = False  # as FedLF's code has it: no personal models
 
     name: ClassVar[str] = "personal"
+    when: ClassVar[str] = "Where every client may have a model of its own."
+    when_not: ClassVar[str] = (
+        "Where one shared model has to serve, new clients included. A personal model may also be lost: on Bank one "
+        "was, under one seed of five."
+    )
 
     def __post_init__(self) -> None:
         number("lam", self.lam, low=0.0)
@@ -87,7 +102,8 @@ class Personal(Objective):
 class Similarity(Objective):
     """FedCKA (Son et al., 2022): the first layers stay more like the received model's than like the client's last ones.
 
-    To the mean loss of a batch is added mu times the mean, over the first layers, of -log(e^near / (e^near + e^far)),
+    To the mean loss of a batch is added
+        mu * mean over the first layers of -log(e^near / (e^near + e^far)),
     where near is the linear CKA between the layer's answers to the batch and those of the received model, and far the
     same with the client's own model of the last time it took part (a newcomer's is the received one). A layer is a
     module with a weight matrix; its answer is taken before the activation function. Samples that are all alike, such
@@ -95,11 +111,16 @@ class Similarity(Objective):
     gradient and so is FedAvg.
     """
 
-    mu: float = 3.0
-    layers: int = 2
-    quirk: str = "none"
+    mu: float = 3.0  # what the similarity counts beside the loss
+    layers: int = 2  # how many of the first layers
+    quirk: str = "none"  # "weights": as in FedLF's code, which is FedAvg
 
     name: ClassVar[str] = "similarity"
+    when: ClassVar[str] = "Many local steps on unlike data, where the first layers should stay common to all."
+    when_not: ClassVar[str] = (
+        "As a method for fairness: nobody is given more say. Every step asks two more models, and every client seen "
+        "keeps one."
+    )
 
     def __post_init__(self) -> None:
         number("mu", self.mu, low=0.0)
@@ -116,8 +137,12 @@ class Similarity(Objective):
 class Correction(Objective):
     """FedCorr (Xu et al., CVPR 2022): find the clients with wrong labels, correct these, then train as usual.
 
-    The stages are in evenhand/engine/correction.py. The method's own rule and server step begin with the third; until
-    then FedAvg's serve.
+    The details are in evenhand/engine/correction.py. The method's own rule and server step begin with the third stage;
+    until then FedAvg's serve.
+        1  all clients, `iterations` times: who is noisy, by the local dimension of the models' answers; how much, by a
+           mixture over the losses; labels of which the shared model is sure are corrected
+        2  clean clients alone, a share `fine_tuning` of the rounds that are left; then a second correction
+        3  all clients, as usual
     """
 
     iterations: int = 5  # of the first stage, each over all clients
@@ -131,6 +156,11 @@ class Correction(Objective):
     clean: float = 0.1  # noise level up to which a client takes part in the second stage
 
     name: ClassVar[str] = "correction"
+    when: ClassVar[str] = "Where some clients' training labels are wrong, and it is not known whose."
+    when_not: ClassVar[str] = (
+        "With clean labels (rare ones that are right may be corrected too) or few rounds: the first stage alone takes "
+        "iterations * clients / together of them."
+    )
 
     def __post_init__(self) -> None:
         for name in ("iterations", "together", "neighbours"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,6 @@ from evenhand.columns import read
 from evenhand.groups import BEYOND, BY_CLIENT, TOO_FEW, WITHIN, group_fairness
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENT = ROOT / "docs" / "audit.md"
 ROLES = {"label": "y", "prediction": "yhat"}
 
 
@@ -529,30 +527,3 @@ def test_the_door_stays_a_function():
     """Also after its module was imported, which a module of the same name would not survive."""
     assert eh.audit is audit
     assert eh.group_fairness is group_fairness
-
-
-def test_the_document_works(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    text = DOCUMENT.read_text()
-    blocks = re.findall(r"```(python|sh)\n(.*?)```", text, flags=re.DOTALL)
-    names: dict[str, object] = {}
-    ran = 0
-    for kind, block in blocks:
-        if kind == "python":
-            exec(compile(block, str(DOCUMENT), "exec"), names)
-            continue
-        for line in block.replace("\\\n", " ").splitlines():
-            arguments = shlex.split(line, comments=True)
-            if arguments[:2] != ["evenhand", "audit"]:
-                continue
-            with pytest.raises(SystemExit) as left:
-                cli.main(arguments[1:])
-            assert left.value.code in (0, None, 1), line
-            ran += 1
-    assert ran >= 2
-    (shown,) = re.findall(r"```text\n(.*?)```", text, flags=re.DOTALL)
-    said = capsys.readouterr().out
-    steady = [line for line in shown.splitlines() if "chance" not in line and "to tell" not in line]  # p is random
-    assert len(steady) > 15
-    for line in steady:
-        assert line in said

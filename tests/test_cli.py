@@ -403,28 +403,3 @@ def test_it_runs_as_a_module_and_does_not_load_what_it_does_not_need():
     assert done.stdout == "[]\n"
     done = subprocess.run([sys.executable, "-m", "evenhand", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout == f"evenhand {__version__}\n"
-
-
-DOCUMENT = ROOT / "docs" / "simulator.md"
-
-
-def test_the_commands_in_the_document_work(evenhand):
-    rng = np.random.default_rng(0)
-    lines = [f"{'abcd'[i % 4]},{'FM'[i % 3 // 2]},{18 + i % 60},{rng.normal():.3f},{i % 2}" for i in range(160)]
-    Path("my.csv").write_text("site,sex,age,weight,y\n" + "\n".join(lines) + "\n")
-    blocks = re.findall(r"```sh\n(.*?)```", DOCUMENT.read_text(), flags=re.DOTALL)
-    commands = [line for block in blocks for line in block.splitlines() if line.startswith("evenhand ")]
-    assert len(commands) > 8
-    for line in commands:
-        arguments = shlex.split(line, comments=True)[1:]
-        code, _, complained = evenhand(*arguments)
-        assert code == 0, f"{line}\n{complained}"
-
-
-def test_the_python_in_the_document_works(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), flags=re.DOTALL)
-    assert blocks
-    names: dict[str, object] = {}
-    for block in blocks:
-        exec(compile(block, str(DOCUMENT), "exec"), names)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 import venv
@@ -60,19 +59,3 @@ for entry in eh.methods():
     assert "pivoting" in said  # the simplex without daqp
     assert "slsqp" in said  # the box without daqp and piqp
     assert "NOT verified" not in said
-
-
-@pytest.mark.parametrize("document", ["README.md", "docs/methods.md"])
-def test_the_documents_python_examples_run(document, tmp_path):
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / document).read_text(), flags=re.DOTALL)
-    assert blocks
-    program = "import evenhand as eh\n" + "\n".join(blocks)
-    python("-c", program, cwd=tmp_path)
-
-
-def test_every_method_is_in_the_documents():
-    import evenhand as eh
-
-    text = (ROOT / "docs" / "methods.md").read_text()
-    for entry in eh.methods():
-        assert f"`{entry.name}`" in text, entry.name

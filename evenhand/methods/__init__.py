@@ -45,6 +45,8 @@ class Method:
     training: str = "federated"  # or "alone" (no client hears of another), "pooled" (all data in one place)
     summary: str = ""  # where it says more than the rule's own first line
     paper: str = ""
+    when: str = ""  # where it says something else than the parts
+    when_not: str = ""
 
     def __str__(self) -> str:
         said = f"{self.name}({_spoken(self.rule)})"
@@ -131,7 +133,6 @@ FEDCORR = "Clients with wrong labels are found and their labels corrected; then 
 FEDPROX = "FedAvg whose clients stay near the received model."
 MFAIRFL = "Group constraints by multipliers, and conflicts repaired up to a learned similarity of each pair of clients."
 FPFL = "FedAvg under group constraints, whose multipliers are damped and kept at the server."
-FPFL_PAPER = "Rodriguez-Galvez et al., 2021"
 FEDFB = "FedAvg whose samples weigh by group and label, until the groups' positive rates meet."
 FEDAVG_F = "FedAvg of clients who each keep the group constraints on their own data."
 INDFAIR = "No federation: each client keeps the group constraints alone; the mixture of all models is measured."
@@ -160,12 +161,49 @@ METHODS: dict[str, Method] = {
         Method("adafed", AdaFed()),
         Method("fedfa", FedFa(), server=FedFaMomentum(), objective=ClientMomentum()),
         Method("mfairfl", MFairFL(), objective=GroupConstraints(), summary=MFAIRFL),
-        Method("fpfl", FedAvg(), objective=GroupConstraints(damping=1.0), summary=FPFL, paper=FPFL_PAPER),
+        Method(
+            "fpfl",
+            FedAvg(),
+            objective=GroupConstraints(damping=1.0),
+            summary=FPFL,
+            paper="Rodriguez-Galvez et al., 2021",
+            when="The first choice for fairness to groups of people: constraints, with damped multipliers that hold on "
+            "Bank under all seeds, where those of mfairfl do not.",
+            when_not="For fairness between clients, which it does not look at, or where clients may not report sums "
+            "over groups: then fedavg-f.",
+        ),
         Method("fedfb", FedAvg(), objective=FairBatch(), summary=FEDFB, paper="Zeng et al., 2021"),
         Method("fairfed", FairFed(), objective=Reweighted()),
-        Method("fedavg-f", FedAvg(), objective=LOCAL, summary=FEDAVG_F, paper=MFairFL.paper),
-        Method("indfair", FedAvg(), objective=LOCAL, training="alone", summary=INDFAIR, paper=MFairFL.paper),
-        Method("cenfair", FedAvg(), objective=LOCAL, training="pooled", summary=CENFAIR, paper=MFairFL.paper),
+        Method(
+            "fedavg-f",
+            FedAvg(),
+            objective=LOCAL,
+            summary=FEDAVG_F,
+            paper=MFairFL.paper,
+            when="Fairness to groups where nothing about groups may leave a client: each keeps its own multipliers.",
+            when_not="Where clients lack a group or hold little of it: nobody can constrain what it does not see. With "
+            "large steps of the multipliers (gamma 3) it swings on Adult.",
+        ),
+        Method(
+            "indfair",
+            FedAvg(),
+            objective=LOCAL,
+            training="alone",
+            summary=INDFAIR,
+            paper=MFairFL.paper,
+            when="As a reference: what every client reaches alone.",
+            when_not="As a way to train one model: there is none.",
+        ),
+        Method(
+            "cenfair",
+            FedAvg(),
+            objective=LOCAL,
+            training="pooled",
+            summary=CENFAIR,
+            paper=MFairFL.paper,
+            when="As a reference: what one client with everybody's data reaches.",
+            when_not="Where data may not be pooled, which is where federated learning is used at all.",
+        ),
         Method("fedadam", FedAvg(), server=FedAdam(), summary=FEDOPT.format("Adam"), paper="Reddi et al., ICLR 2021"),
         Method(
             "fedamsgrad", FedAvg(), server=FedAMSGrad(), summary=FEDOPT.format("AMSGrad"), paper="Tong et al., 2020"
@@ -263,6 +301,8 @@ class MethodInfo:
     needs: tuple[str, ...]  # inputs of `aggregate`
     groups: bool  # whether its clients are told about groups of people in training
     settings: Mapping[str, Any]
+    when: str = ""  # when to use it
+    when_not: str = ""
 
 
 class MethodTable(Listing[MethodInfo]):
@@ -285,4 +325,12 @@ def _info(entry: Method) -> MethodInfo:
     settings = {**_values(entry.objective), **_values(entry.server), **_values(entry.rule)}
     asks = any(part.lr_setting and getattr(part, part.lr_setting) is None for part in (entry.rule, entry.server))
     needs = (*entry.rule.inputs, *(("lr",) if asks else ()))
-    return MethodInfo(entry.name, summary, entry.paper or entry.rule.paper, needs, entry.objective.grouped, settings)
+    paper, groups = entry.paper or entry.rule.paper, entry.objective.grouped
+    return MethodInfo(entry.name, summary, paper, needs, groups, settings, *_advice(entry))
+
+
+def _advice(entry: Method) -> tuple[str, str]:
+    """When to use it and when not: the method's own words, else those of the part that sets it apart from FedAvg."""
+    parts = (entry.objective, entry.server, entry.rule) if isinstance(entry.rule, FedAvg) else (entry.rule,)
+    said = next((part for part in (entry, *parts) if part.when), entry.rule)
+    return said.when, said.when_not

@@ -32,10 +32,19 @@ class AdaFed(Rule):
     normalise: bool = False  # give all updates unit length first (the paper does not)
     ridge: float = 0.0  # added to the unit updates' Gram matrix; 0 is exact
     length: str = "mean"  # "mean" or "paper"
-    absent: str = "off"
+    absent: str = "off"  # memory of absent clients: off, last:TAU or expected
 
     name: ClassVar[str] = "adafed"
     paper: ClassVar[str] = "Hamidi & Yang, TMLR 2024"
+    when: ClassVar[str] = (
+        "Where every participant's loss should fall, in proportion to its size, at the price of one small linear "
+        "system."
+    )
+    when_not: ClassVar[str] = (
+        "With more clients than independent updates: the promise then holds in the least-squares sense alone. As "
+        "published it forgets absent clients, and the seeds of the README's demo do not tell it from FedAvg; "
+        "absent=expected gives it a memory."
+    )
     needs: ClassVar[tuple[str, ...]] = ("losses",)
 
     def __post_init__(self) -> None:

@@ -25,11 +25,19 @@ from evenhand.solvers import project_to_simplex
 class AFL(Rule):
     """Weights move towards the worst-off clients every round; the averaged model is the one to use."""
 
-    step: float = 0.1
+    step: float = 0.1  # how fast the weights climb
     fedlf_code: bool = False  # as FedLF's code has it: weights by place in the cohort, not by client
 
     name: ClassVar[str] = "afl"
     paper: ClassVar[str] = "Mohri et al., ICML 2019"
+    when: ClassVar[str] = (
+        "Few clients that all take part, where the worst one decides: in FedFV's Table 3 its accuracies are among the "
+        "most level."
+    )
+    when_not: ClassVar[str] = (
+        "With many clients of which few take part: weights move only for those present, and the paper has no such "
+        "case. It costs mean accuracy (two points less than FedFV in that table)."
+    )
     needs: ClassVar[tuple[str, ...]] = ("losses",)
     by_client: ClassVar[bool] = True
 

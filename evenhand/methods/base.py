@@ -98,6 +98,8 @@ class Rule:
 
     name: ClassVar[str]
     paper: ClassVar[str]
+    when: ClassVar[str] = ""  # when to use it, in a sentence or two
+    when_not: ClassVar[str] = ""  # and when not
     needs: ClassVar[tuple[str, ...]] = ()  # inputs of `aggregate` without which the rule cannot work
     by_client: ClassVar[bool] = False  # carries something from round to round per client
     lr_setting: ClassVar[str] = ""  # the setting, if any, whose None asks for the clients' learning rate (lr=...)
@@ -128,7 +130,9 @@ class ServerStep:
     """How the combined update is applied. `apply` maps flat tensors to flat tensors (theta moves by minus these)."""
 
     name: ClassVar[str]
-    lr_setting: ClassVar[str] = ""  # as in Rule
+    when: ClassVar[str] = ""  # as in Rule
+    when_not: ClassVar[str] = ""
+    lr_setting: ClassVar[str] = ""
 
     def apply(
         self, direction: list[Tensor], memo: Memo, round: Round, weights: Weights, ask: Ask | None
@@ -145,6 +149,8 @@ class Objective:
     """What a client minimises."""
 
     name: ClassVar[str]
+    when: ClassVar[str] = ""  # as in Rule
+    when_not: ClassVar[str] = ""
 
     @property
     def grouped(self) -> bool:

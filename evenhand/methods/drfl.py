@@ -19,10 +19,18 @@ from evenhand.methods.base import Memo, Round, Rule, Weights, nonnegative_losses
 class DRFL(Rule):
     """Clients weigh by the q-th power of their loss, normalised; q = 0 is the plain mean."""
 
-    q: float = 1.0
+    q: float = 1.0  # power of the loss
 
     name: ClassVar[str] = "drfl"
     paper: ClassVar[str] = "Zhao & Joshi, ICASSP 2022"
+    when: ClassVar[str] = (
+        "Like q-FFL, with weights that add up to one, so that the step keeps the length of an average and the learning "
+        "rate stays what it was."
+    )
+    when_not: ClassVar[str] = (
+        "Where updates conflict: a weighted mean may still go against a client, and clients with wrong labels have "
+        "large losses too."
+    )
     needs: ClassVar[tuple[str, ...]] = ("losses",)
 
     def __post_init__(self) -> None:

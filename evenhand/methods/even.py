@@ -29,12 +29,20 @@ LEAST = 1e-3  # of the fall asked of the largest loss
 class Even(Rule):
     """All clients' losses, absent ones included, fall together, larger ones faster: one min-norm point."""
 
-    gamma: float = 1.0
-    ridge: float = 0.1
-    absent: str = "expected"
+    gamma: float = 1.0  # 0: all losses fall alike; larger: large losses fall faster
+    ridge: float = 0.1  # 0: against nobody; larger: nearer to the mean of unit updates, weighed by the losses
+    absent: str = "expected"  # memory of absent clients: off, last:TAU or expected
 
     name: ClassVar[str] = "even"
     paper: ClassVar[str] = "this library"
+    when: ClassVar[str] = (
+        "The default: one model that should serve all clients about equally well, above all where few of many take "
+        "part in a round, since the others keep a say."
+    )
+    when_not: ClassVar[str] = (
+        "Where a large loss does not mean badly served (wrong labels, losses on different scales): it follows large "
+        "losses, whoever has them. The server keeps an update of every remembered client."
+    )
     needs: ClassVar[tuple[str, ...]] = ("losses",)
 
     def __post_init__(self) -> None:

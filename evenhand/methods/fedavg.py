@@ -1,7 +1,8 @@
 """FedAvg: the size-weighted (or plain) mean of the clients' updates.
 
 Paper: McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data, AISTATS 2017,
-Algorithm 1, line 8.
+Algorithm 1, line 8; with n_k samples of client k and n of all who take part,
+    theta <- theta - sum_k n_k / n g_k.
 """
 
 from __future__ import annotations
@@ -24,6 +25,13 @@ class FedAvg(Rule):
 
     name: ClassVar[str] = "fedavg"
     paper: ClassVar[str] = "McMahan et al., AISTATS 2017"
+    when: ClassVar[str] = (
+        "As the baseline of every comparison, and where clients are alike or the mean is all that counts."
+    )
+    when_not: ClassVar[str] = (
+        "Where clients differ and each must be served: whoever is outnumbered pays. In the README's demo its worst "
+        "clients are far behind those of the fair methods."
+    )
 
     def __post_init__(self) -> None:
         choice("weights", self.weights, ("size", "uniform"))

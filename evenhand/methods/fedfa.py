@@ -54,6 +54,14 @@ class FedFa(Rule):
 
     name: ClassVar[str] = "fedfa"
     paper: ClassVar[str] = "Huang et al., Inf. Sci. 2022"
+    when: ClassVar[str] = (
+        "Where clients report accuracies rather than losses, and those with low accuracy who take part often should "
+        "count more."
+    )
+    when_not: ClassVar[str] = (
+        "Where updates conflict, or many clients take part (the logarithms then give all nearly the same weight). The "
+        "seeds of the README's demo do not tell it from FedAvg; its server momentum is a brake."
+    )
     needs: ClassVar[tuple[str, ...]] = ("accuracies",)
     by_client: ClassVar[bool] = True
 
@@ -108,7 +116,7 @@ def inverted_weights(accuracies: Floats, frequencies: Floats, alpha: float, beta
 class FedFaMomentum(ServerStep):
     """FedFa's server momentum (eqs. 4 to 7)."""
 
-    gamma: float = 0.5
+    gamma: float = 0.5  # share of the old momentum
     every: int = 1  # b: the momentum is applied every b-th round
     eta: float | None = None  # None is the clients' learning rate
     momentum: str = "paper"  # "paper" (a brake, w~ - eta m), "forward" (w~ + eta m) or "heavy-ball" (FedLF's code)

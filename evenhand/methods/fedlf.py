@@ -29,13 +29,21 @@ from evenhand.solvers import MinNorm, min_norm
 class FedLF(Rule):
     """A direction against no client in any layer, which also pulls all losses level."""
 
-    normalise: bool = True
+    normalise: bool = True  # rescale each client's part of a layer to the layer's mean length
     fair: bool = True  # the objective -cos(1, F)
     join: bool = True  # join layers whose direction vanishes
-    absent: str = "expected"
+    absent: str = "expected"  # memory of absent clients: off, last:TAU or expected
 
     name: ClassVar[str] = "fedlf"
     paper: ClassVar[str] = "Pan et al., AAAI 2024"
+    when: ClassVar[str] = (
+        "Where fairness comes before speed, and no layer's step may be against a client: with even the fairest in the "
+        "README's demo."
+    )
+    when_not: ClassVar[str] = (
+        "With hundreds of clients a round: a quadratic programme a layer makes it the slowest rule (see the "
+        "benchmarks). It stands still where updates agree but losses are unequal."
+    )
     needs: ClassVar[tuple[str, ...]] = ("losses",)
 
     def __post_init__(self) -> None:

@@ -2,9 +2,11 @@
 line search.
 
 Paper: Pan et al., FedMDFG: Federated Learning with Multi-Gradient Descent and Fair Guidance, AAAI 2023,
-Algorithms 1 and 2. All updates are rescaled to their mean length; the fair guidance h = (p.F^)F^ - p, with p =
-1/|1|, joins when the angle between F and p exceeds theta, or when some but not all clients do worse than they
-used to; clients of the previous round that are absent now take part with their last update.
+Algorithms 1 and 2. All updates are rescaled to their mean length, and
+    d = min-norm point of the hull of { g_k } (present and remembered clients) and sum_k h_k g_k,
+    h = (p . F^) F^ - p,   p = 1 / |1|,   F^ = F / |F|.
+The fair guidance h joins when the angle between F and p exceeds theta, or when some but not all clients do worse than
+they used to; clients of the previous round that are absent now take part with their last update.
 
 Departures: the line search accepts a true Armijo decrease (the released code has its sign reversed) and
 compares cosines by Euclidean norms (the code divides by the sum). Without a way to ask clients for trial
@@ -44,10 +46,18 @@ class FedMDFG(Rule):
     """A common descent direction, with fair guidance when losses drift apart, and a line search on trial losses."""
 
     theta: float = 11.25  # degrees between the losses and equality above which fair guidance is on
-    absent: str = "last:1"
+    absent: str = "last:1"  # memory of absent clients: off, last:TAU or expected
 
     name: ClassVar[str] = "fedmdfg"
     paper: ClassVar[str] = "Pan et al., AAAI 2023"
+    when: ClassVar[str] = (
+        "Clients that can answer more than once a round: the step's length is then searched on their own losses, and "
+        "needs no tuning."
+    )
+    when_not: ClassVar[str] = (
+        "Where a further exchange with all participants is dear: a round may take 2 s + 1 of them. Without them it "
+        "takes the full step."
+    )
     needs: ClassVar[tuple[str, ...]] = ("losses",)
     by_client: ClassVar[bool] = True
 
@@ -111,8 +121,8 @@ def expected_losses(
 class LineSearch(ServerStep):
     """FedMDFG's step: try lengths from 2^s down to 2^-s times the direction, on the clients' own losses."""
 
-    s: int = 5
-    armijo: float = 1e-4
+    s: int = 5  # lengths from 2^s down to 2^-s are tried
+    armijo: float = 1e-4  # share of the predicted fall of each loss that is enough
 
     name: ClassVar[str] = "line-search"
 

@@ -25,13 +25,21 @@ from evenhand.solvers import min_norm
 class FedMGDAPlus(Rule):
     """A direction against no client's update (epsilon = 1), or near the reference weights (small epsilon)."""
 
-    epsilon: float = 0.1
+    epsilon: float = 0.1  # how far a weight may be from its reference; 1 frees them
     reference: str = "size"  # "size" or "uniform"
-    length: str = "paper"  # "paper" or "mean"
-    absent: str = "off"
+    length: str = "paper"  # "paper" (at most 1) or "mean" (of the mean update)
+    absent: str = "off"  # memory of absent clients: off, last:TAU or expected
 
     name: ClassVar[str] = "fedmgda+"
     paper: ClassVar[str] = "Hu et al., IEEE TNSE 2022"
+    when: ClassVar[str] = (
+        "Where a step must be against no participant (epsilon = 1), or where one client's very long update must not "
+        "rule: all count at unit length."
+    )
+    when_not: ClassVar[str] = (
+        "Without a look at the step: the paper's is at most 1 long whatever the updates are, and needs a server's eta "
+        "(length=mean spares that). With epsilon = 0.05 it has the widest spread in FedFV's Table 3."
+    )
 
     def __post_init__(self) -> None:
         number("epsilon", self.epsilon, low=0.0, high=1.0)

@@ -26,13 +26,21 @@ from evenhand.methods.projection import projection_order, share_of, sweep
 class MFairFL(Rule):
     """Conflicts are repaired up to a learned similarity of each pair of clients."""
 
-    beta: float = 1.0
-    delta: float = 0.01
-    order: str = "loss"  # "loss" (ascending), "random" or "reverse"
-    absent: str = "off"
+    beta: float = 1.0  # share of the clients, lowest losses first, whose updates are adjusted
+    delta: float = 0.01  # share of the old goal in the moving average
+    order: str = "loss"  # "loss" (ascending), "random" or "reverse": order of the targets
+    absent: str = "off"  # memory of absent clients: off, last:TAU or expected
 
     name: ClassVar[str] = "mfairfl"
     paper: ClassVar[str] = "Su et al., AAAI 2024"
+    when: ClassVar[str] = (
+        "Fair to groups of people and to clients at once: on Adult, COMPAS and Bank it brings the largest deviation "
+        "from demographic parity (0.13 to 0.24 under FedAvg) down to 0.02 to 0.03, for about a point of accuracy."
+    )
+    when_not: ClassVar[str] = (
+        "Where simpler does: fpfl reaches the same in most cells, and its damped multipliers hold where those of "
+        "mfairfl failed (Bank, low heterogeneity, two seeds of five). It needs sensitive attributes."
+    )
     needs: ClassVar[tuple[str, ...]] = ("losses",)
     by_client: ClassVar[bool] = True
 

@@ -28,7 +28,7 @@ Applied = tuple[list[Tensor], Memo, tuple[str, ...]]
 class Plain(ServerStep):
     """The combined update times eta."""
 
-    eta: float = 1.0
+    eta: float = 1.0  # the server's learning rate
 
     name: ClassVar[str] = "plain"
 
@@ -43,7 +43,7 @@ class Plain(ServerStep):
 class Average(ServerStep):
     """A plain step that also keeps the average of all models so far, the one to evaluate (AFL)."""
 
-    eta: float = 1.0
+    eta: float = 1.0  # the server's learning rate
 
     name: ClassVar[str] = "average"
 
@@ -66,8 +66,8 @@ class Average(ServerStep):
 class Momentum(ServerStep):
     """Heavy-ball momentum at the server (FedAvgM): v <- beta v + u, step eta v."""
 
-    beta: float = 0.9
-    eta: float = 1.0
+    beta: float = 0.9  # share of the old velocity
+    eta: float = 1.0  # the server's learning rate
 
     name: ClassVar[str] = "momentum"
 
@@ -85,9 +85,9 @@ class Momentum(ServerStep):
 class _Adaptive(ServerStep):
     """What FedAdam, FedYogi and FedAdagrad share: they differ in the second moment alone."""
 
-    eta: float = 0.1
-    beta1: float = 0.9
-    tau: float = 1e-3
+    eta: float = 0.1  # the server's learning rate
+    beta1: float = 0.9  # of the first moment
+    tau: float = 1e-3  # keeps the step finite where the second moment is small
 
     def __post_init__(self) -> None:
         number("eta", self.eta, low=0.0)
@@ -120,10 +120,17 @@ class _Adaptive(ServerStep):
 class FedAdam(_Adaptive):
     """Adam at the server."""
 
-    beta2: float = 0.99
-    bias_correction: bool = False
+    beta2: float = 0.99  # of the second moment
+    bias_correction: bool = False  # as some frameworks add it
 
     name: ClassVar[str] = "fedadam"
+    when: ClassVar[str] = (
+        "Slow training, or parameters on very different scales: each gets a step of its own. As a server step it goes "
+        "with any rule."
+    )
+    when_not: ClassVar[str] = (
+        "As a method for fairness: it combines as FedAvg does. Its eta has to be tuned; too large a one diverges."
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -163,10 +170,12 @@ class FedAMSGrad(_Adaptive):
 class FedYogi(_Adaptive):
     """Yogi at the server: the second moment moves by at most the squared update."""
 
-    eta: float = 0.01
-    beta2: float = 0.99
+    eta: float = 0.01  # the server's learning rate
+    beta2: float = 0.99  # of the second moment
 
     name: ClassVar[str] = "fedyogi"
+    when: ClassVar[str] = "As fedadam, where the step should not jump when updates suddenly become small or large."
+    when_not: ClassVar[str] = "As a method for fairness: it combines as FedAvg does. Its eta has to be tuned."
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -180,9 +189,11 @@ class FedYogi(_Adaptive):
 class FedAdagrad(_Adaptive):
     """Adagrad at the server: the second moment only grows."""
 
-    beta1: float = 0.0
+    beta1: float = 0.0  # of the first moment
 
     name: ClassVar[str] = "fedadagrad"
+    when: ClassVar[str] = "As fedadam, where few clients touch some parameters and steps should only ever shrink."
+    when_not: ClassVar[str] = "As a method for fairness: it combines as FedAvg does. In long runs its steps die away."
 
     def second_moment(self, before: Tensor, square: Tensor) -> Tensor:
         return before + square

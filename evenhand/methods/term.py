@@ -22,10 +22,17 @@ from evenhand.methods.base import Memo, Round, Rule, Weights, spread
 class TERM(Rule):
     """Clients weigh by softmax(t * loss); t -> 0 is the plain mean, t -> infinity the worst client alone."""
 
-    t: float = 1.0
+    t: float = 1.0  # near 0: the plain mean; large: the worst client alone
 
     name: ClassVar[str] = "term"
     paper: ClassVar[str] = "Li et al., ICLR 2021"
+    when: ClassVar[str] = (
+        "A smooth dial from the mean (t near 0) to the worst client alone (t large), without anything to keep."
+    )
+    when_not: ClassVar[str] = (
+        "Where losses lie far apart: once t times their difference exceeds a few units, one client is all that counts. "
+        "A weighted mean may still go against a client."
+    )
     needs: ClassVar[tuple[str, ...]] = ("losses",)
 
     def __post_init__(self) -> None:
