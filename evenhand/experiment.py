@@ -20,7 +20,7 @@ from evenhand.data import SUFFIXES, Dataset, Noise, Partition, load, partition
 from evenhand.engine.sampling import Sampling
 from evenhand.engine.simulation import MEASURES, Replica, Settings, Simulation
 from evenhand.engine.training import LocalWork, Shape
-from evenhand.folders import CHECKPOINT_EVERY, DESCRIPTION, Progress, Recorder, RunFolder
+from evenhand.folders import CHECKPOINT_EVERY, DESCRIPTION, Progress, Recorder, RunFolder, Training
 from evenhand.methods import DEFAULT, Method, method
 from evenhand.models import build, must_fit
 from evenhand.runs import Run, Runs, said_once
@@ -406,11 +406,11 @@ def run(
     """Run an experiment from its start."""
     number("checkpoint_every", every, low=0.0)
     if folder is None:
-        return _play(chosen, Recorder(prepare(chosen, dataset=dataset), None, progress=progress, label=label))
+        return play(chosen, Recorder(prepare(chosen, dataset=dataset), None, progress=progress, label=label))
     with folder.claimed(force=force):
         simulation = prepare(chosen, dataset=dataset)
         folder.begin(chosen.to_toml(), simulation)
-        return _play(chosen, Recorder(simulation, folder, every=every, progress=progress, label=label))
+        return play(chosen, Recorder(simulation, folder, every=every, progress=progress, label=label))
 
 
 def resume(
@@ -432,7 +432,7 @@ def resume(
         simulation = prepare(chosen, dataset=dataset)
         recorder = Recorder(simulation, folder, every=checkpoint_every, progress=progress, label=label)
         recorder.restore()
-        return _play(chosen, recorder)
+        return play(chosen, recorder)
 
 
 def load_runs(out: str | Path) -> Runs:
@@ -450,7 +450,8 @@ def load_runs(out: str | Path) -> Runs:
     return Runs(chosen, runs, folder.path, notes)
 
 
-def _play(chosen: Experiment, recorder: Recorder) -> Runs:
+def play(chosen: Experiment, recorder: Recorder) -> Runs:
+    """Play all rounds that are left, and put the results together; in the folder too, where there is one."""
     recorder.run()
     folder = recorder.folder
     runs = Runs(chosen, runs_of(chosen, recorder), None if folder is None else folder.path)
@@ -460,7 +461,7 @@ def _play(chosen: Experiment, recorder: Recorder) -> Runs:
     return runs
 
 
-def _notes(simulation: Simulation, runs: Runs) -> list[str]:
+def _notes(simulation: Training, runs: Runs) -> list[str]:
     """What a careful reader of the results should know."""
     notes = said_once({f"seed {replica.seed}": replica.partition.notes for replica in simulation.replicas})
     for one in runs:
