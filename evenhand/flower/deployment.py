@@ -6,6 +6,7 @@ The file is an experiment's TOML (as `evenhand run` writes it) with two more tab
                     part of a data set that it can load by name, for trials
     [deployment]
     timeout = 600   seconds that any message is waited for
+    wait = 600      seconds that the clients are waited for before the first round
     min_replies = 2 good replies without which a round leaves the model as it is
 """
 
@@ -43,10 +44,12 @@ class Waiting:
     """How long to wait, and for how many."""
 
     timeout: float = 600.0
+    wait: float = 600.0
     min_replies: int = 2
 
     def __post_init__(self) -> None:
         number("deployment.timeout", self.timeout, above=0.0)
+        number("deployment.wait", self.wait, low=0.0)
         number("deployment.min_replies", self.min_replies, low=1, whole=True)
 
 

@@ -10,6 +10,7 @@ from flwr.app import Message, RecordDict
 from evenhand.flower.roster import Roster
 
 LONGEST_REASON = 300  # letters of a client's error that a record keeps
+EXPIRED = 3  # Flower's code for a message that is too old to be answered
 
 
 @dataclass
@@ -18,6 +19,7 @@ class Sorted:
 
     good: dict[int, RecordDict] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
+    silent: set[int] = field(default_factory=set)  # those of the failed who did not answer themselves
     notes: list[str] = field(default_factory=list)
 
 
@@ -56,7 +58,9 @@ class Exchange:
             if position in found.good or position in found.failed:
                 found.notes.append(f"a second reply of node {sender} to the same message: left out")
             elif reply.has_error():
-                found.failed[position] = _spoken(reply)
+                found.failed[position] = self._spoken(reply)
+                if sender != self.messages[place].metadata.dst_node_id:
+                    found.silent.add(position)
             elif not reply.has_content():
                 found.failed[position] = "its reply is empty"
             else:
@@ -64,11 +68,13 @@ class Exchange:
         for position in self.positions:
             if position not in found.good and position not in found.failed:
                 found.failed[position] = f"no reply within {self.timeout:g} s"
+                found.silent.add(position)
         return found
 
-
-def _spoken(reply: Message) -> str:
-    reason = " ".join(str(reply.error.reason or "no reason given").split())
-    if len(reason) > LONGEST_REASON:
-        reason = "... " + reason[-LONGEST_REASON:]  # a traceback says at its end what went wrong
-    return f"error {reply.error.code}: {reason}"
+    def _spoken(self, reply: Message) -> str:
+        if reply.error.code == EXPIRED:
+            return f"no reply within {self.timeout:g} s"
+        reason = " ".join(str(reply.error.reason or "no reason given").split())
+        if len(reason) > LONGEST_REASON:
+            reason = "... " + reason[-LONGEST_REASON:]  # a traceback says at its end what went wrong
+        return f"error {reply.error.code}: {reason}"

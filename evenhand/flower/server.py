@@ -109,6 +109,7 @@ class SiteStrategy(FairStrategy):
             "lr": chosen.work.rate,
             "measure": chosen.measure,
             "timeout": waiting.timeout,
+            "wait": waiting.wait,
             "cells": deployment.cells,
         }
         super().__init__(chosen.method, **{**given, **changes})
@@ -241,6 +242,9 @@ class DeploymentFolder(RunFolder):
     """The folder of a deployment's run; it also holds the deployment's description."""
 
     verb = "deploy"
+
+    def __init__(self, path: str | Path) -> None:
+        super().__init__(path, f"evenhand deploy {Path(path) / DEPLOYMENT} --out {path} --resume")
 
     def describe(self, text: str) -> None:
         first = f"# what was run; {DEPLOYMENT} beside this file repeats it\n\n"

@@ -83,6 +83,7 @@ class FairStrategy(Strategy):
         lr: the clients' learning rate (a number, or a function of the round from 0), where the method asks for it.
         measure: "needed": clients measure the received model only where the method asks for it; "losses": always.
         timeout: seconds that any message is waited for; `start(timeout=...)` replaces it.
+        wait: seconds that the nodes are waited for before the first round.
         checkpoint: a file that gets the server's state after every round, and from which `start` continues.
         cells: what the groups of people are, for methods that look at them.
         settings: of the method.
@@ -104,6 +105,7 @@ class FairStrategy(Strategy):
         lr: float | Callable[[int], float] | None = None,
         measure: str = "needed",
         timeout: float = 3600.0,
+        wait: float = 600.0,
         checkpoint: str | os.PathLike[str] | None = None,
         cells: Cells | None = None,
         **settings: Any,
@@ -119,10 +121,11 @@ class FairStrategy(Strategy):
         number("evaluate_every", evaluate_every, low=0, whole=True)
         number("seed", seed, low=0, whole=True)
         number("timeout", timeout, above=0.0)
+        number("wait", wait, low=0.0)
         choice("measure", measure, MEASURES)
         self.min_train_nodes, self.min_available_nodes = min_train_nodes, min_available_nodes
         self.evaluate_every, self.seed, self.lr, self.measure = evaluate_every, seed, lr, measure
-        self.timeout, self.checkpoint, self.cells = timeout, checkpoint, cells
+        self.timeout, self.wait, self.checkpoint, self.cells = timeout, wait, checkpoint, cells
         can_federate(self.method, cells, lr)
         self.roster = Roster()
         self.round = 0
@@ -143,6 +146,7 @@ class FairStrategy(Strategy):
         self._layout: Layout | None = None
         self._turn: Turn | None = None
         self._evaluation: Exchange | None = None
+        self._silent: dict[int, str] = {}  # who let the round's training message run out: not asked to evaluate either
         self._last: int | None = None  # the last round, where `start` knows it
         self._strange: dict[int, Strange] = {}  # nodes that did not say who they are
 
@@ -310,8 +314,8 @@ class FairStrategy(Strategy):
     # ---- who is there
 
     def _await_nodes(self, grid: Grid, wanted: int, *, must: bool = False) -> None:
-        """Wait until so many nodes are connected and have said who they are, for as long as a message is waited for."""
-        end, told = monotonic() + self.timeout, False
+        """Wait until so many nodes are connected and have said who they are; `must`: it is an error if they do not."""
+        end, told = monotonic() + (self.wait if must else self.timeout), False
         while True:
             here = sorted(grid.get_node_ids())
             self.roster.leave(here)
@@ -328,7 +332,7 @@ class FairStrategy(Strategy):
         if must:
             why = "".join(f"; node {node}: {entry.reason}" for node, entry in self._strange.items())
             raise EvenhandError(
-                f"{len(self.roster.nodes)} of {wanted} clients were there within {self.timeout:g} s{why}; start more "
+                f"{len(self.roster.nodes)} of {wanted} clients were there within {self.wait:g} s{why}; start more "
                 "SuperNodes, or wait for fewer (min_available_nodes, clients in a deployment's description)"
             )
 
@@ -467,6 +471,7 @@ class FairStrategy(Strategy):
         assert self.model is not None
         self._turn = None
         found = turn.exchange.sort(replies)
+        self._silent = {place: reason for place, reason in found.failed.items() if place in found.silent}
         turn.failed |= found.failed
         turn.notes += found.notes
         heard = self._hear(turn, found.good)
@@ -668,7 +673,7 @@ class FairStrategy(Strategy):
         record = self.arrays if self.offset is None else self._form.write(self.evaluated)
         task = wire.write_task({**self._about(server_round), **self.evaluation_task(server_round)})
         content = RecordDict({wire.ARRAYS: record, wire.CONFIG: config, wire.TASK: task})
-        places = sorted(self.roster.connected)
+        places = [place for place in sorted(self.roster.connected) if place not in self._silent]
         self._evaluation = Exchange.to(self.roster, wire.EVALUATE, dict.fromkeys(places, content), self.timeout)
         return self._evaluation.messages
 
@@ -682,7 +687,9 @@ class FairStrategy(Strategy):
             return None
         found, self._evaluation = self._evaluation.sort(replies), None
         entry, self.predicted, failed = evaluation(server_round, self.roster, found.good, self.cells)
-        entry["missing"] = {self.names[place]: reason for place, reason in {**found.failed, **failed}.items()}
+        entry["missing"] = {
+            self.names[place]: reason for place, reason in {**self._silent, **found.failed, **failed}.items()
+        }
         for client, reason in entry["missing"].items():
             log(WARNING, "evaluation after round %d: %s: %s", server_round, client, reason)
         self.evaluations.append(entry)

@@ -236,14 +236,14 @@ def test_two_nodes_of_one_name_and_strangers_are_not_asked():
 def test_waiting_for_nodes_ends_with_an_error_that_says_why():
     grid = own_grid(clients=1)
     with pytest.raises(EvenhandError, match=r"1 of 3 clients were there within 0.2 s; start more SuperNodes"):
-        FairStrategy("fedavg", min_available_nodes=3).start(grid, own_start(), num_rounds=1, timeout=0.2)
+        FairStrategy("fedavg", min_available_nodes=3, wait=0.2).start(grid, own_start(), num_rounds=1)
 
     def broken(context):
         raise FileNotFoundError("/data/north.csv")
 
     grid = own_grid(app=own_app(data=broken), clients=2)
     with pytest.raises(EvenhandError, match=r"0 of 2 clients were there.*FileNotFoundError: /data/north.csv"):
-        FairStrategy("fedavg").start(grid, own_start(), num_rounds=1, timeout=0.2)
+        FairStrategy("fedavg", wait=0.2).start(grid, own_start(), num_rounds=1)
 
 
 def test_a_line_search_goes_on_without_a_client_that_does_not_answer():
@@ -373,7 +373,7 @@ def test_a_plain_flower_app_is_told_what_it_lacks():
         return Message(message.content, reply_to=message)
 
     with pytest.raises(EvenhandError, match=r"0 of 2 clients were there.*No query function registered"):
-        FairStrategy("fedavg").start(own_grid(app=app), own_start(), num_rounds=1, timeout=0.1)
+        FairStrategy("fedavg", wait=0.1).start(own_grid(app=app), own_start(), num_rounds=1)
 
 
 def test_a_fair_client_under_another_strategy_says_so():
@@ -399,6 +399,7 @@ def test_a_fair_client_under_another_strategy_says_so():
         ({"min_train_nodes": 0}, "min_train_nodes=0"),
         ({"evaluate_every": -1}, "evaluate_every=-1"),
         ({"timeout": 0}, "timeout=0"),
+        ({"wait": -1}, "wait=-1"),
         ({"measure": "all"}, "measure='all' is not one of"),
         ({"seed": -1}, "seed=-1"),
         ({"rule": "fedvf"}, "did you mean 'fedfv'"),
