@@ -274,6 +274,9 @@ def compare(
     out: Out = None,
     force: Force = False,
     resume: Resume = None,
+    engine: Annotated[
+        str, typer.Option(metavar="NAME", help="local, or ray: methods and seeds spread over a Ray cluster.")
+    ] = "local",
     checkpoint_every: Every = 20.0,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -289,6 +292,7 @@ def compare(
       evenhand compare fedavg fedfv even
       evenhand compare fedavg qffl:q=1 fedfv:alpha=0.1,tau=10 fedlf --data fashion-mnist --partition pat:2 --clients 100
       evenhand compare fedavg even --rounds 100 --export table.tex --export table.csv
+      evenhand compare fedavg fedlf even --seeds 20 --engine ray          RAY_ADDRESS names a cluster
       evenhand compare --config runs/digits-compare-1/comparison.toml     repeats a comparison
       evenhand compare --resume runs/digits-compare-1                     goes on after a crash or Ctrl-C
     """
@@ -304,7 +308,9 @@ def compare(
         _alone(given, config, methods, out, force)
         _say_if_finished(ComparisonFolder(resume), as_json or quiet)
         with _progress(quiet) as show:
-            found = comparisons.resume_comparison(resume, checkpoint_every=checkpoint_every, progress=show)
+            found = comparisons.resume_comparison(
+                resume, checkpoint_every=checkpoint_every, progress=show, engine=engine
+            )
         _table(found, export or [], as_json, quiet)
         return
     base, wanted = Experiment(seeds=tuple(range(comparisons.SEEDS))), comparisons.labelled(methods) if methods else {}
@@ -324,6 +330,7 @@ def compare(
             force=force,
             checkpoint_every=checkpoint_every,
             progress=show,
+            engine=engine,
         )
     _table(found, export or [], as_json, quiet, perf_counter() - started)
 

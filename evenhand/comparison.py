@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from evenhand import storage
-from evenhand.checks import EvenhandError
+from evenhand.checks import EvenhandError, choice
 from evenhand.data import Dataset
 from evenhand.engine.groups import check_groups
 from evenhand.experiment import Experiment, can_simulate, chosen_experiment, load_data, load_runs, resume, run
@@ -42,6 +42,7 @@ from evenhand.runs import Runs, said_once
 from evenhand.tables import pandas_or_hint
 from evenhand.toml import read_toml, to_toml
 
+LOCAL, RAY = ENGINES = ("local", "ray")
 SEEDS = 5
 CONFIDENCE = 0.95
 FIRST_MARK, BEST_MARK = "*", "†"
@@ -400,6 +401,7 @@ def compare(
     force: bool = False,
     checkpoint_every: float = CHECKPOINT_EVERY,
     progress: Progress | None = None,
+    engine: str = LOCAL,
     **settings: Any,
 ) -> Comparison:
     """Run several methods on the same partitions, initial models, cohorts and batches; five seeds by default.
@@ -408,6 +410,7 @@ def compare(
         methods: names with settings ("fedfv:alpha=0.1,tau=10") or methods; differences are tested against the first.
         experiment, settings: what to run, as in `simulate`, without a method.
         out, force, checkpoint_every, progress: as in `simulate`; the folder holds one run folder a method.
+        engine: "local", or "ray": methods and seeds are spread over a Ray cluster, with the same numbers.
 
     >>> comparison = compare("fedavg", "qffl:q=1", rounds=3, seeds=2)
     >>> list(comparison.runs)
@@ -417,31 +420,37 @@ def compare(
     for entry in chosen_methods.values():
         can_simulate(entry)  # before the first of them has run for an hour
     refuse_method_settings(settings)
+    choice("engine", engine, ENGINES)
     if experiment is None:
         settings = {"seeds": SEEDS, **settings}
     chosen = chosen_experiment(experiment, settings)
     if out is None:
-        return _play(chosen, chosen_methods, None, checkpoint_every, progress, _data(chosen, chosen_methods))
+        return _play(chosen, chosen_methods, None, checkpoint_every, progress, _data(chosen, chosen_methods), engine)
     folder = ComparisonFolder(out)
     with folder.claimed(force=force):
         dataset = _data(chosen, chosen_methods)  # a wrong name is found before anything is written
         with writing(folder.path):
             folder.clear()
             folder.describe(_description(chosen, chosen_methods))
-        return _play(chosen, chosen_methods, folder, checkpoint_every, progress, dataset)
+        return _play(chosen, chosen_methods, folder, checkpoint_every, progress, dataset, engine)
 
 
 def resume_comparison(
-    out: str | Path, *, checkpoint_every: float = CHECKPOINT_EVERY, progress: Progress | None = None
+    out: str | Path,
+    *,
+    checkpoint_every: float = CHECKPOINT_EVERY,
+    progress: Progress | None = None,
+    engine: str = LOCAL,
 ) -> Comparison:
     """Continue a comparison that was cut short; finished methods are read back."""
+    choice("engine", engine, ENGINES)
     folder = ComparisonFolder(out)
     folder.must_be_started()
     if folder.finished:
         return load_comparison(out)
     with folder.locked():
         chosen, methods = read_description(folder.path / COMPARISON)
-        return _play(chosen, methods, folder, checkpoint_every, progress, _data(chosen, methods))
+        return _play(chosen, methods, folder, checkpoint_every, progress, _data(chosen, methods), engine)
 
 
 def _data(chosen: Experiment, methods: Mapping[str, Method]) -> Dataset:
@@ -540,22 +549,14 @@ def _play(
     every: float,
     progress: Progress | None,
     dataset: Dataset,
+    engine: str,
 ) -> Comparison:
-    places = _places(methods)
-    runs: dict[str, Runs] = {}
-    diverged: dict[str, int] = {}
-    for label, entry in methods.items():
-        one = replace(chosen, method=entry)
-        place = None if folder is None else RunFolder(folder.path / places[label], folder.command)
-        try:
-            if place is not None and place.diverged is not None:
-                diverged[label] = place.diverged
-            elif place is not None and place.started:
-                runs[label] = resume(place, checkpoint_every=every, progress=progress, label=label, dataset=dataset)
-            else:
-                runs[label] = run(one, place, every=every, progress=progress, label=label, dataset=dataset)
-        except Diverged as end:  # the other methods have a right to their turn
-            diverged[label] = end.round
+    names = _places(methods)
+    places = {
+        label: None if folder is None else RunFolder(folder.path / name, folder.command)
+        for label, name in names.items()
+    }
+    runs, diverged = (_spread if engine == RAY else _in_turn)(chosen, methods, places, every, progress, dataset)
     where = None if folder is None else folder.path
     found = Comparison(chosen, runs, where, diverged=diverged, order=tuple(methods))
     if folder is not None:
@@ -566,3 +567,50 @@ def _play(
             write_json(folder.path / SUMMARY, found.summary())
             sweep(folder.path)
     return found
+
+
+def _in_turn(
+    chosen: Experiment,
+    methods: Mapping[str, Method],
+    places: Mapping[str, RunFolder | None],
+    every: float,
+    progress: Progress | None,
+    dataset: Dataset,
+) -> tuple[dict[str, Runs], dict[str, int]]:
+    """One method after another on this machine, and which of them diverged in which round."""
+    runs: dict[str, Runs] = {}
+    diverged: dict[str, int] = {}
+    for label, entry in methods.items():
+        one, place = replace(chosen, method=entry), places[label]
+        try:
+            if place is not None and place.diverged is not None:
+                diverged[label] = place.diverged
+            elif place is not None and place.started:
+                runs[label] = resume(place, checkpoint_every=every, progress=progress, label=label, dataset=dataset)
+            else:
+                runs[label] = run(one, place, every=every, progress=progress, label=label, dataset=dataset)
+        except Diverged as end:  # the other methods have a right to their turn
+            diverged[label] = end.round
+    return runs, diverged
+
+
+def _spread(
+    chosen: Experiment,
+    methods: Mapping[str, Method],
+    places: Mapping[str, RunFolder | None],
+    every: float,
+    progress: Progress | None,
+    dataset: Dataset,
+) -> tuple[dict[str, Runs], dict[str, int]]:
+    """Methods and seeds over a Ray cluster; what is finished already is read back, what was cut short starts anew."""
+    from evenhand.cluster import play
+
+    done = {label: place for label, place in places.items() if place is not None and place.finished}
+    ends = {label: place.diverged for label, place in places.items() if place is not None}
+    diverged = {label: end for label, end in ends.items() if end is not None}
+    left = {label: entry for label, entry in methods.items() if label not in done and label not in diverged}
+    runs = {label: load_runs(place.path) for label, place in done.items()}
+    if left:
+        more, further = play(chosen, left, places, dataset, progress)
+        runs, diverged = runs | more, diverged | further
+    return {label: runs[label] for label in methods if label in runs}, diverged

@@ -455,13 +455,13 @@ def play(chosen: Experiment, recorder: Recorder) -> Runs:
     recorder.run()
     folder = recorder.folder
     runs = Runs(chosen, runs_of(chosen, recorder), None if folder is None else folder.path)
-    runs.notes = (*recorder.notes, *_notes(recorder.simulation, runs))
+    runs.notes = (*recorder.notes, *runs_notes(recorder.simulation, runs))
     if folder is not None:
         recorder.finish(runs)
     return runs
 
 
-def _notes(simulation: Training, runs: Runs) -> list[str]:
+def runs_notes(simulation: Training, runs: Runs) -> list[str]:
     """What a careful reader of the results should know."""
     notes = said_once({f"seed {replica.seed}": replica.partition.notes for replica in simulation.replicas})
     for one in runs:
