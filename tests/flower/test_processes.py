@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import signal
+import ssl
 import subprocess
 import sys
 import threading
 import time
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -112,6 +115,80 @@ def test_a_node_that_trusts_another_authority_does_not_connect(federation, tmp_p
     )
     assert code != 0
     assert "CERTIFICATE_VERIFY_FAILED" in said
+
+
+def test_a_proxy_lets_nodes_through_and_keeps_the_control_api_shut(federation, tmp_path):
+    """docs/flower.md: nothing but /v1/fleet/ is passed on, which is all that a node needs."""
+    with proxy(federation) as port:
+        key = node_key(tmp_path / "key")
+        federation.register(key.with_name("key.pub"))
+        trust = ["--root-certificates", str(federation.ca), "--auth-supernode-private-key", str(key)]
+        node = federation.start_node({"partition-id": 0}, options=[*trust, "--superlink", f"127.0.0.1:{port}"])
+        federation.await_node(node)
+        node.process.terminate()
+        assert node.process.wait(30) == 0
+        federation.nodes.remove(node)
+        through = subprocess.run(
+            [str(Path(sys.executable).parent / "flwr"), "supernode", "list", "proxied"],
+            env=_cli(federation, port, tmp_path),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert through.returncode != 0
+        straight = federation._flwr("supernode", "list", "rehearsal", "--format", "json")
+        assert '"success": true' in straight
+
+
+def _cli(federation, port, home):
+    """Flower's command line with a connection through the proxy."""
+    text = f'[superlink]\n[superlink.proxied]\naddress = "127.0.0.1:{port}"\nroot-certificates = "{federation.ca}"\n'
+    (home / "config.toml").write_text(text)
+    return {**federation.environment("cli"), "FLWR_HOME": str(home)}
+
+
+@contextlib.contextmanager
+def proxy(federation):
+    """Ends TLS, passes on what begins with /v1/fleet/, and refuses the rest."""
+    inside = ssl.create_default_context(cafile=str(federation.ca))
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self):
+            body = self.rfile.read(int(self.headers.get("content-length", 0)))
+            status, headers, answer = 403, [], b""
+            if self.path.startswith("/v1/fleet/"):
+                there = http.client.HTTPSConnection("localhost", federation.port, context=inside, timeout=60)
+                with contextlib.closing(there) as onward:
+                    onward.request("POST", self.path, body, dict(self.headers))
+                    reply = onward.getresponse()
+                    status, headers, answer = reply.status, reply.getheaders(), reply.read()
+            self.send_response(status)
+            for name, value in headers:
+                if name.lower() not in ("content-length", "transfer-encoding", "connection", "date", "server"):
+                    self.send_header(name, value)
+            self.send_header("content-length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+        do_GET = do_POST
+
+        def log_message(self, *given):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    outside = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    outside.load_cert_chain(federation.folder / "server.pem", federation.folder / "server.key")
+    server.socket = outside.wrap_socket(server.socket, server_side=True)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield server.server_address[1]
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
 
 
 def test_a_killed_server_goes_on_and_a_round_does_without_a_killed_node(tmp_path):
