@@ -14,7 +14,7 @@ from torch import Tensor
 from evenhand.checks import EvenhandError, NoUsableClient, choice, near_miss, number
 from evenhand.geometry import Floats, Layers, Layout, Updates, combine, products, read_updates, restore
 from evenhand.methods import Method, method
-from evenhand.methods.base import Client, Memo, Round, Weights
+from evenhand.methods.base import Ask, Client, Memo, Round, Weights
 from evenhand.solvers import calm_blas
 from evenhand.state import Memory, State, kept_window, window_of
 
@@ -82,6 +82,19 @@ class Diagnostics:
         parts = np.sqrt(np.maximum(np.diagonal(self.gram, axis1=1, axis2=2), 0.0)) * np.abs(self.coefficients)
         terms = parts.sum(axis=1) if len(products) == len(self.gram) else parts.sum(keepdims=True)[0]
         return np.asarray(dots < -10.0 * self.resolution * norms * terms[:, None])
+
+    def record(self) -> dict[str, Any]:
+        """What a round's record keeps of it, in plain values."""
+        present = int((self.ages == 0).sum())
+        return {
+            "conflicts": int(self.conflicts[:present].sum()),
+            "layer_conflicts": self.layer_conflicts[:, :present].sum(axis=1).tolist(),
+            "direction": self.direction_norm,
+            "remembered": len(self.ages) - present,
+            "remembered_clients": list(self.clients[present:]),
+            "excluded": {str(client): reason for client, reason in self.excluded.items()},
+            "notes": list(self.notes),
+        }
 
     def __str__(self) -> str:
         present = int((self.ages == 0).sum())
@@ -317,12 +330,22 @@ class Weighed:
         """The rows' combination by the coefficients."""
         return combine(self.coefficients[:, : len(self.here)], self.here, self.past, precise=self.cancels)
 
-    def close(self, direction: list[Tensor], *, own: bool = False, keep_on: torch.device | None = None) -> Aggregate:
-        """The server step along the combined direction, and what the round leaves behind."""
+    def close(
+        self,
+        direction: list[Tensor],
+        *,
+        own: bool = False,
+        keep_on: torch.device | None = None,
+        ask: Ask | None = None,
+    ) -> Aggregate:
+        """The server step along the combined direction, and what the round leaves behind.
+
+        ask: the present clients' losses at a length of the step, where they are not `evaluate`'s.
+        """
         opened, state = self.opened, self.opened.state
         chosen, layout = opened.chosen, opened.given.layout
         server_memo = _on_device(state.server_memo, direction) if state is not None else {}
-        ask = _asker(opened.evaluate, opened.given, direction, self.good)
+        ask = ask or _asker(opened.evaluate, opened.given, direction, self.good)
         flat, server_memo, remarks = chosen.server.apply(direction, server_memo, self.moment, self.weights, ask)
         offset = chosen.server.offset(server_memo)
         remember = opened.named and chosen.rule.memory != "off"

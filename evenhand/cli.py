@@ -299,6 +299,9 @@ def compare(
     out: Out = None,
     force: Force = False,
     resume: Resume = None,
+    engine: Annotated[
+        str, typer.Option(metavar="NAME", help="local, or ray: methods and seeds spread over a Ray cluster.")
+    ] = "local",
     checkpoint_every: Every = 20.0,
     log: Log = None,
     watch: Watch = False,
@@ -317,6 +320,7 @@ def compare(
       evenhand compare fedavg fedfv even
       evenhand compare fedavg qffl:q=1 fedfv:alpha=0.1,tau=10 fedlf --data fashion-mnist --partition pat:2 --clients 100
       evenhand compare fedavg even --rounds 100 --export table.tex --export table.csv
+      evenhand compare fedavg fedlf even --seeds 20 --engine ray          RAY_ADDRESS names a cluster
       evenhand compare --config runs/digits-compare-1/comparison.toml     repeats a comparison
       evenhand compare --resume runs/digits-compare-1                     goes on after a crash or Ctrl-C
     """
@@ -337,7 +341,7 @@ def compare(
         with _watched(resume, watch, port, quiet):
             with progress(quiet, *comparisons.still_to_run(resume)) as show:
                 found = comparisons.resume_comparison(
-                    resume, checkpoint_every=checkpoint_every, progress=show, callbacks=loggers
+                    resume, checkpoint_every=checkpoint_every, progress=show, callbacks=loggers, engine=engine
                 )
             _table(found, export or [], as_json, quiet)
         return
@@ -360,6 +364,7 @@ def compare(
                 checkpoint_every=checkpoint_every,
                 progress=show,
                 callbacks=loggers,
+                engine=engine,
             )
         _table(found, export or [], as_json, quiet, perf_counter() - started)
 
@@ -437,6 +442,65 @@ def _pair(text: str, option: str) -> tuple[str, str]:
 
 def _listed(text: str) -> list[Any]:
     return [plain_value(value.strip()) for value in text.split(",") if value.strip()]
+
+
+# ------------------------------------------------------------------------------------------------ on a real federation
+
+
+@command("deploy")
+def deploy(
+    file: Annotated[
+        Path | None, typer.Argument(metavar="FILE", help="The deployment's TOML; with --hand-out an experiment's.")
+    ] = None,
+    superlink: Annotated[
+        str | None, typer.Option(metavar="NAME", help="A SuperLink of Flower's config.toml [its default].")
+    ] = None,
+    rehearse: Annotated[
+        bool, typer.Option("--rehearse", help="On this machine, with TLS and keys: one SuperNode a file in clients/.")
+    ] = False,
+    hand_out: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Write a data set out: one file a client, and the TOML to go with them."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Folder for the results, on the server's disk.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
+    force: Force = False,
+    quiet: Quiet = False,
+) -> None:
+    """Train over the SuperNodes of a Flower federation.
+
+    Needs Flower: pip install 'evenhand[flower]'. docs/flower.md walks through the whole set-up.
+
+    \b
+    Examples:
+      evenhand deploy --hand-out trial                             digits for four clients, and trial/deployment.toml
+      evenhand deploy trial/deployment.toml --rehearse             SuperLink and SuperNodes on this machine
+      evenhand deploy heart.toml --superlink secure --out /srv/runs/heart
+      evenhand deploy heart.toml --superlink secure --out /srv/runs/heart --resume
+    """
+    from evenhand.flower import launch
+
+    if hand_out is not None:
+        if superlink is not None or out is not None or resume or force or rehearse:
+            raise EvenhandError("--hand-out writes files and runs nothing: give no other option with it")
+        print(launch.hand_out(file, hand_out))
+        return
+    if file is None:
+        raise EvenhandError("name the deployment's file, or make one: evenhand deploy --hand-out trial")
+    if resume and out is None:
+        raise EvenhandError("--resume needs the folder of the run: --out FOLDER")
+    if not rehearse:
+        raise typer.Exit(launch.deploy(file, superlink, out=out, resume=resume, force=force, quiet=quiet))
+    if superlink is not None:
+        raise EvenhandError("--rehearse starts a SuperLink of its own; leave --superlink out")
+    from evenhand.flower.rehearsal import rehearse as rehearsed
+
+    started = perf_counter()
+    with _folder(out, f"{file.stem}-rehearsal") as folder:
+        runs = rehearsed(file, folder, resume=resume, force=force, say=None if quiet else _say)
+    _result(runs, False, quiet, perf_counter() - started)
 
 
 # ------------------------------------------------------------------------------------------------ the papers' tables

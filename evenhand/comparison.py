@@ -18,7 +18,7 @@ import numpy as np
 
 from evenhand import storage
 from evenhand.callbacks import Callbacks, Guarded, guarded
-from evenhand.checks import EvenhandError
+from evenhand.checks import EvenhandError, choice
 from evenhand.data import Dataset
 from evenhand.engine.groups import check_groups
 from evenhand.experiment import (
@@ -52,6 +52,7 @@ from evenhand.runs import Runs, said_once
 from evenhand.tables import pandas_or_hint
 from evenhand.toml import read_toml, to_toml
 
+LOCAL, RAY = ENGINES = ("local", "ray")
 SEEDS = 5
 CONFIDENCE = 0.95
 FIRST_MARK, BEST_MARK = "*", "†"
@@ -424,6 +425,7 @@ def compare(
     checkpoint_every: float = CHECKPOINT_EVERY,
     progress: Progress | None = None,
     callbacks: Callbacks = (),
+    engine: str = LOCAL,
     **settings: Any,
 ) -> Comparison:
     """Run several methods on the same partitions, initial models, cohorts and batches; five seeds by default.
@@ -432,6 +434,7 @@ def compare(
         methods: names with settings ("fedfv:alpha=0.1,tau=10") or methods; differences are tested against the first.
         experiment, settings: what to run, as in `simulate`, without a method.
         out, force, checkpoint_every, progress, callbacks: as in `simulate`; the folder holds one run folder a method.
+        engine: "local", or "ray": methods and seeds are spread over a Ray cluster, with the same numbers.
 
     >>> comparison = compare("fedavg", "qffl:q=1", rounds=3, seeds=2)
     >>> list(comparison.runs)
@@ -441,12 +444,13 @@ def compare(
     for entry in chosen_methods.values():
         can_simulate(entry)  # before the first of them has run for an hour
     refuse_method_settings(settings)
+    choice("engine", engine, ENGINES)
     if experiment is None:
         settings = {"seeds": SEEDS, **settings}
     chosen, listeners = chosen_experiment(experiment, settings), guarded(callbacks)
     if out is None:
         dataset = _data(chosen, chosen_methods)
-        return _play(chosen, chosen_methods, None, checkpoint_every, progress, listeners, dataset)
+        return _play(chosen, chosen_methods, None, checkpoint_every, progress, listeners, dataset, engine)
     folder = ComparisonFolder(out)
     folder.command += resuming(listeners, folder.command)
     with folder.claimed(force=force):
@@ -454,7 +458,7 @@ def compare(
         with writing(folder.path):
             folder.clear()
             folder.describe(_description(chosen, chosen_methods))
-        return _play(chosen, chosen_methods, folder, checkpoint_every, progress, listeners, dataset)
+        return _play(chosen, chosen_methods, folder, checkpoint_every, progress, listeners, dataset, engine)
 
 
 def resume_comparison(
@@ -463,8 +467,10 @@ def resume_comparison(
     checkpoint_every: float = CHECKPOINT_EVERY,
     progress: Progress | None = None,
     callbacks: Callbacks = (),
+    engine: str = LOCAL,
 ) -> Comparison:
     """Continue a comparison that was cut short; finished methods are read back, and logs given what they lack."""
+    choice("engine", engine, ENGINES)
     listeners, folder = guarded(callbacks), ComparisonFolder(out)
     folder.must_be_started()
     if folder.finished and not listeners:
@@ -478,7 +484,7 @@ def resume_comparison(
                 if label in found.runs:
                     resume(folder.path / place, callbacks=listeners, label=label, group=folder.path.resolve().name)
             return found
-        return _play(chosen, methods, folder, checkpoint_every, progress, listeners, _data(chosen, methods))
+        return _play(chosen, methods, folder, checkpoint_every, progress, listeners, _data(chosen, methods), engine)
 
 
 def _data(chosen: Experiment, methods: Mapping[str, Method]) -> Dataset:
@@ -639,24 +645,22 @@ def _play(
     progress: Progress | None,
     listeners: Sequence[Guarded],
     dataset: Dataset,
+    engine: str,
 ) -> Comparison:
-    names = folder_names(methods)
     group = "" if folder is None else folder.path.resolve().name
-    told: dict[str, Any] = {"progress": progress, "callbacks": listeners, "group": group, "dataset": dataset}
-    runs: dict[str, Runs] = {}
-    diverged: dict[str, int] = {}
-    for label, entry in methods.items():
-        one = replace(chosen, method=entry)
-        place = None if folder is None else RunFolder(folder.path / names[label], folder.command)
-        try:
-            if place is not None and place.diverged is not None:
-                diverged[label] = place.diverged
-            elif place is not None and place.started:
-                runs[label] = resume(place, checkpoint_every=every, label=label, **told)
-            else:
-                runs[label] = run(one, place, every=every, label=label, **told)
-        except Diverged as end:  # the other methods have a right to their turn
-            diverged[label] = end.round
+    places = {
+        label: None if folder is None else RunFolder(folder.path / name, folder.command)
+        for label, name in folder_names(methods).items()
+    }
+    if engine == RAY:
+        if listeners:
+            raise EvenhandError(
+                "no log is kept over a Ray cluster; --resume FOLDER --log ... gives it all of a finished comparison"
+            )
+        runs, diverged = _spread(chosen, methods, places, progress, dataset)
+    else:
+        told = {"progress": progress, "callbacks": listeners, "group": group, "dataset": dataset}
+        runs, diverged = _in_turn(chosen, methods, places, every, told)
     where = None if folder is None else folder.path
     found = Comparison(chosen, runs, where, diverged=diverged, methods=methods)
     if folder is not None:
@@ -669,3 +673,48 @@ def _play(
             write_json(folder.path / SUMMARY, found.summary())
             sweep(folder.path)
     return found
+
+
+def _in_turn(
+    chosen: Experiment,
+    methods: Mapping[str, Method],
+    places: Mapping[str, RunFolder | None],
+    every: float,
+    told: Mapping[str, Any],
+) -> tuple[dict[str, Runs], dict[str, int]]:
+    """One method after another on this machine, and which of them diverged in which round."""
+    runs: dict[str, Runs] = {}
+    diverged: dict[str, int] = {}
+    for label, entry in methods.items():
+        one, place = replace(chosen, method=entry), places[label]
+        try:
+            if place is not None and place.diverged is not None:
+                diverged[label] = place.diverged
+            elif place is not None and place.started:
+                runs[label] = resume(place, checkpoint_every=every, label=label, **told)
+            else:
+                runs[label] = run(one, place, every=every, label=label, **told)
+        except Diverged as end:  # the other methods have a right to their turn
+            diverged[label] = end.round
+    return runs, diverged
+
+
+def _spread(
+    chosen: Experiment,
+    methods: Mapping[str, Method],
+    places: Mapping[str, RunFolder | None],
+    progress: Progress | None,
+    dataset: Dataset,
+) -> tuple[dict[str, Runs], dict[str, int]]:
+    """Methods and seeds over a Ray cluster; what is finished already is read back, what was cut short starts anew."""
+    from evenhand.cluster import play
+
+    done = {label: place for label, place in places.items() if place is not None and place.finished}
+    ends = {label: place.diverged for label, place in places.items() if place is not None}
+    diverged = {label: end for label, end in ends.items() if end is not None}
+    left = {label: entry for label, entry in methods.items() if label not in done and label not in diverged}
+    runs = {label: load_runs(place.path) for label, place in done.items()}
+    if left:
+        more, further = play(chosen, left, places, dataset, progress)
+        runs, diverged = runs | more, diverged | further
+    return {label: runs[label] for label in methods if label in runs}, diverged

@@ -35,8 +35,16 @@ from evenhand.data import SUFFIXES, Dataset, Noise, Partition, load, partition
 from evenhand.engine.sampling import Sampling
 from evenhand.engine.simulation import MEASURES, Replica, Settings, Simulation
 from evenhand.engine.training import LocalWork, Shape
-from evenhand.folders import CHECKPOINT_EVERY, DESCRIPTION, Diverged, Progress, Record, Recorder, RunFolder, facts
-from evenhand.holdings import Holdings
+from evenhand.folders import (
+    CHECKPOINT_EVERY,
+    DESCRIPTION,
+    Diverged,
+    Progress,
+    Record,
+    Recorder,
+    RunFolder,
+    Training,
+)
 from evenhand.methods import DEFAULT, Method, method
 from evenhand.models import build, must_fit
 from evenhand.runs import Run, Runs, said_once
@@ -430,13 +438,13 @@ def run(
     listeners = guarded(callbacks)
     if folder is None:
         recorder = Recorder(prepare(chosen, dataset=dataset), None, progress=progress, label=label)
-        return _play(chosen, recorder, listeners, group)
+        return play(chosen, recorder, listeners, group)
     folder.command += resuming(listeners, folder.command)
     with folder.claimed(force=force):
         simulation = prepare(chosen, dataset=dataset)
         folder.begin(chosen.to_toml(), simulation)
         recorder = Recorder(simulation, folder, every=every, progress=progress, label=label)
-        return _play(chosen, recorder, listeners, group)
+        return play(chosen, recorder, listeners, group)
 
 
 def resume(
@@ -467,7 +475,7 @@ def resume(
         simulation = prepare(chosen, dataset=dataset)
         recorder = Recorder(simulation, folder, every=checkpoint_every, progress=progress, label=label)
         recorder.restore()
-        return _play(chosen, recorder, listeners, group)
+        return play(chosen, recorder, listeners, group)
 
 
 def load_runs(out: str | Path) -> Runs:
@@ -499,7 +507,8 @@ def load_runs(out: str | Path) -> Runs:
     return Runs(chosen, runs, folder.path, notes)
 
 
-def _play(chosen: Experiment, recorder: Recorder, listeners: Sequence[Guarded], group: str) -> Runs:
+def play(chosen: Experiment, recorder: Recorder, listeners: Sequence[Guarded] = (), group: str = "") -> Runs:
+    """Play all rounds that are left, and put the results together; in the folder too, where there is one."""
     if not listeners:
         return _to_the_end(chosen, recorder)
     recorder.audience = _audience(chosen, recorder, listeners, group)
@@ -523,7 +532,7 @@ def _to_the_end(chosen: Experiment, recorder: Recorder) -> Runs:
     recorder.run()
     folder = recorder.folder
     runs = Runs(chosen, runs_of(chosen, recorder), None if folder is None else folder.path)
-    runs.notes = (*recorder.notes, *_notes(recorder.simulation, runs))
+    runs.notes = (*recorder.notes, *runs_notes(recorder.simulation, runs))
     if folder is not None:
         recorder.finish(runs)
     return runs
@@ -585,7 +594,7 @@ def _tracked(
     return replace(found, past=tuple(points(found, record.rounds, record.seconds, record.evaluations)))
 
 
-def _notes(simulation: Simulation, runs: Runs) -> list[str]:
+def runs_notes(simulation: Training, runs: Runs) -> list[str]:
     """What a careful reader of the results should know."""
     notes = said_once({f"seed {replica.seed}": replica.partition.notes for replica in simulation.replicas})
     for one in runs:
@@ -599,7 +608,7 @@ def runs_of(experiment: Experiment, recorder: Recorder) -> list[Run]:
     """What every replica of a finished simulation gives."""
     runs, simulation = [], recorder.simulation
     still = {name: tensor.cpu() for name, tensor in frozen(simulation.module).items()}
-    known = facts(simulation)
+    known = simulation.facts()
     for replica, record in zip(simulation.replicas, recorder.records, strict=True):
         shared = simulation.shape.views(replica.evaluated.unsqueeze(0))
         own = None if replica.personal is None else simulation.shape.views(replica.personal)
@@ -615,7 +624,7 @@ def runs_of(experiment: Experiment, recorder: Recorder) -> list[Run]:
             partition=replica.partition,
             cells=simulation.cells,
             predicted=replica.predicted,
-            holdings=Holdings.of(replica.partition, simulation.dataset),
+            holdings=simulation.holdings(replica),
             facts=known,
             seconds=record.seconds,
         )

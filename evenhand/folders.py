@@ -38,7 +38,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from time import monotonic
 from types import FrameType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from uuid import uuid4
 
 import numpy as np
@@ -49,9 +49,8 @@ from evenhand.callbacks import Audience, points
 from evenhand.checks import EvenhandError, NoUsableClient
 from evenhand.constraints import Cells
 from evenhand.engine import checkpoint
-from evenhand.engine.simulation import Simulation
 from evenhand.fairness import curves, few
-from evenhand.holdings import Holdings, class_names
+from evenhand.holdings import Holdings
 from evenhand.runs import BY_CLIENT, MODEL, PERSONAL, Integers, by_client_text
 
 if TYPE_CHECKING:
@@ -125,6 +124,35 @@ class Status:
 
 
 Progress = Callable[[Status], None]
+
+
+class Training(Protocol):
+    """What is recorded: a simulation, or a federation that goes on elsewhere."""
+
+    round: int
+    replicas: list[Any]
+    settings: Any
+    device: torch.device
+    dataset: Any
+    module: Any
+    shape: Any
+    cells: Cells | None
+
+    def run(self, until: int | None = None, after_round: Callable[[Any], None] | None = None) -> None: ...
+
+    def facts(self) -> dict[str, Any]:
+        """What a reader wants to know of the data and the model."""
+
+    def holdings(self, replica: Any) -> Holdings | None:
+        """Who holds what; None where nobody but the clients knows."""
+
+
+class Keeper(Protocol):
+    """Writes and reads checkpoints of such a training."""
+
+    def save(self, simulation: Any, path: Path) -> None: ...
+
+    def restore(self, simulation: Any, path: Path) -> None: ...
 
 
 # --------------------------------------------------------------------------------------------------------- folders
@@ -268,19 +296,19 @@ class RunFolder(Folder):
     def seed(self, seed: int) -> Path:
         return self.path / f"seed-{seed}"
 
-    def begin(self, description: str, simulation: Simulation) -> None:
+    def begin(self, description: str, simulation: Training) -> None:
         """Clear what an earlier run left, and write down what is to be run; from there on the run counts as begun."""
         with writing(self.path):
             self.clear()
             self.describe(description)
             self.note(simulation)
 
-    def note(self, simulation: Simulation) -> None:
+    def note(self, simulation: Training) -> None:
         """Write down who holds what, and with which versions, where that is not there yet."""
         if not (self.path / PARTITION).is_file():
             storage.write_bytes(self.path / PARTITION, partition_text(simulation).encode())
         if not (self.path / FACTS).is_file():
-            write_json(self.path / FACTS, facts(simulation))
+            write_json(self.path / FACTS, simulation.facts())
         noise = noise_text(simulation)
         if noise and not (self.path / NOISE).is_file():
             storage.write_bytes(self.path / NOISE, noise.encode())
@@ -377,7 +405,7 @@ def sweep(place: Path) -> None:
         left.unlink(missing_ok=True)
 
 
-def partition_text(simulation: Simulation) -> str:
+def partition_text(simulation: Training) -> str:
     """Who holds what, once for every seed."""
     parts: dict[int, str] = {}
     for replica in simulation.replicas:
@@ -387,7 +415,7 @@ def partition_text(simulation: Simulation) -> str:
     return "\n\n".join([head, *(f"seed {seed}\n{table}" for seed, table in parts.items())]) + "\n"
 
 
-def noise_text(simulation: Simulation) -> str:
+def noise_text(simulation: Training) -> str:
     """Whose training labels are noisy, to which level and how many of them are wrong; empty where there is no noise."""
     text, seen = io.StringIO(), set[int]()
     table = csv.writer(text, lineterminator="\n")
@@ -405,20 +433,6 @@ def noise_text(simulation: Simulation) -> str:
             level = f"{drawn.noise[client]:.6f}"
             table.writerow((replica.seed, name, level, drawn.train.sizes[client], wrong[client]))
     return text.getvalue()
-
-
-def facts(simulation: Simulation) -> dict[str, Any]:
-    """What a reader wants to know of the data and the model."""
-    dataset = simulation.dataset
-    return {
-        "data": dataset.name,
-        "samples": len(dataset),
-        "data_fingerprint": simulation.data_fingerprint,
-        "partition_fingerprints": {str(r.seed): r.partition.fingerprint() for r in simulation.replicas},
-        "classes": class_names(dataset),
-        "parameters": simulation.shape.parameters,
-        "layers": list(simulation.shape.layers),
-    }
 
 
 def versions(device: torch.device) -> dict[str, Any]:
@@ -628,14 +642,15 @@ class Recorder:
 
     def __init__(
         self,
-        simulation: Simulation,
+        simulation: Training,
         folder: RunFolder | None,
         *,
         every: float = CHECKPOINT_EVERY,
         progress: Progress | None = None,
         label: str = "",
+        keeper: Keeper = checkpoint,
     ) -> None:
-        self.simulation, self.folder, self.every = simulation, folder, every
+        self.simulation, self.folder, self.every, self.keeper = simulation, folder, every, keeper
         self.progress, self.label = progress, label or simulation.replicas[0].method.name
         self.notes: list[str] = []
         self.records = []
@@ -680,7 +695,7 @@ class Recorder:
         first = why.partition("; ")[0]  # one client's reason is enough
         return Diverged(self.label, reached + 1, self.simulation.settings.work.lr, why=first, folder=place)
 
-    def _after_round(self, simulation: Simulation) -> None:
+    def _after_round(self, simulation: Training) -> None:
         self._collect()
         if self._stop is not None:
             self._leave()
@@ -711,7 +726,7 @@ class Recorder:
         started, place = monotonic(), self.folder.path
         with writing(place, self._advice):
             self._flush()
-            checkpoint.save(self.simulation, place / NEWEST)
+            self.keeper.save(self.simulation, place / NEWEST)
             if (place / CURRENT).exists():
                 os.replace(place / CURRENT, place / PREVIOUS)
             os.replace(place / NEWEST, place / CURRENT)
@@ -723,8 +738,8 @@ class Recorder:
         for replica, record in zip(self.simulation.replicas, self.records, strict=True):
             place = self.folder.seed(replica.seed)
             record.write(place, sync=sync)
-            if not (place / HOLDINGS).is_file():
-                held = Holdings.of(replica.partition, self.simulation.dataset)
+            held = None if (place / HOLDINGS).is_file() else self.simulation.holdings(replica)
+            if held is not None:
                 storage.write_bytes(place / HOLDINGS, held.text(record.names).encode())
         self._log_due = monotonic() + LOG_EVERY
 
@@ -750,7 +765,7 @@ class Recorder:
         errors = []
         for path in kept:
             try:
-                checkpoint.restore(self.simulation, path)
+                self.keeper.restore(self.simulation, path)
             except EvenhandError as error:
                 errors.append(str(error))
                 continue

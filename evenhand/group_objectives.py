@@ -15,7 +15,7 @@ import numpy as np
 from evenhand.checks import EvenhandError, choice, flag, number
 from evenhand.constraints import Constraints, Floats, Followed, Leaning, Sums, View
 from evenhand.counts import KINDS
-from evenhand.methods.base import Memo, Objective
+from evenhand.methods.base import Client, Memo, Objective
 
 OFF = "off"
 
@@ -72,9 +72,20 @@ class GroupConstraints(Objective):
     def grouped(self) -> bool:
         return bool(self.kinds)
 
+    @property
+    def alone(self) -> bool:
+        return self.multipliers == "client"
+
+    def part(self, memo: Memo, client: Client) -> dict[str, Any]:
+        ids = list(memo.get("clients", ()))
+        if client not in ids:
+            return {}
+        place = ids.index(client)
+        return {"clients": [client], "multipliers": np.asarray(memo["multipliers"])[:, place : place + 1]}
+
     def lean(self, view: View, memo: Memo) -> Leaning:
         constraints = Constraints.of(view.cells, self.kinds, self.relaxation)
-        alone = self.multipliers == "client"
+        alone = self.alone
         sums = view.sums if alone else view.sums.pooled()
         gaps = constraints.gaps(sums)
         known = np.isfinite(gaps)
@@ -229,6 +240,10 @@ class Reweighted(Objective):
     @property
     def grouped(self) -> bool:
         return self.debias
+
+    @property
+    def alone(self) -> bool:
+        return True
 
     def lean(self, view: View, memo: Memo) -> Leaning:
         counts = view.sums.counts.reshape(len(view.clients), view.cells.joint, view.cells.classes)

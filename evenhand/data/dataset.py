@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -100,6 +101,10 @@ class Dataset:
 
     def fingerprint(self) -> str:
         """Sixteen hexadecimal digits that change with any input, target, column, the official split or `sensitive`."""
+        return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> str:
         words = (tuple(self.inputs.shape), self.classes, self.train_rows, *self.sensitive)
         digest = hashlib.sha256(" ".join(map(str, words)).encode())
         for tensor in (self.inputs, self.targets):

@@ -25,6 +25,7 @@ from evenhand.engine.programs import choose_program, layers_of
 from evenhand.engine.sampling import Sampling
 from evenhand.engine.training import Asked, Columns, Local, LocalWork, Shape, evaluate, samples_at_once
 from evenhand.geometry import Layout, Updates, launch, read_updates, settle, to_numpy
+from evenhand.holdings import Holdings, class_names
 from evenhand.methods import METHODS, Method
 from evenhand.objectives import Correction, Personal, Proximal, Similarity
 from evenhand.state import State
@@ -174,12 +175,12 @@ class Simulation:
             self._check_layers(replica.method)
             self._set_course(replica)
         self.noisy = any(replica.labels is not None for replica in self.replicas)
-        self.mixing = any(_mixup(replica.method) > 0.0 for replica in self.replicas)
+        self.mixing = any(mixup_of(replica.method) > 0.0 for replica in self.replicas)
         if len({replica.method.training for replica in self.replicas}) > 1:
             raise EvenhandError("replicas that train together must all be federated, alone or pooled")
 
     def _check_layers(self, method: Method) -> None:
-        found, strengths = len(layers_of(self.module)), _likeness(method)
+        found, strengths = len(layers_of(self.module)), likeness_of(method)
         if len(strengths) > found:
             raise EvenhandError(
                 f"{method.name} compares the first {len(strengths)} layers, and the model has {found}; take "
@@ -201,6 +202,22 @@ class Simulation:
     def data_fingerprint(self) -> str:
         """Taken once: it reads the whole data set, and every checkpoint records it."""
         return self.dataset.fingerprint()
+
+    def facts(self) -> dict[str, Any]:
+        """What a reader wants to know of the data and the model."""
+        return {
+            "data": self.dataset.name,
+            "samples": len(self.dataset),
+            "data_fingerprint": self.data_fingerprint,
+            "partition_fingerprints": {str(one.seed): one.partition.fingerprint() for one in self.replicas},
+            "classes": class_names(self.dataset),
+            "parameters": self.shape.parameters,
+            "layers": list(self.shape.layers),
+        }
+
+    def holdings(self, replica: Replica) -> Holdings:
+        """Who holds what."""
+        return Holdings.of(replica.partition, self.dataset)
 
     def run(self, until: int | None = None, after_round: Callable[[Simulation], None] | None = None) -> None:
         """Play rounds up to `until` (default: all), evaluating on the way."""
@@ -316,7 +333,7 @@ class Simulation:
             return plan([held[client][:most] for client in clients], epochs=epochs, batch_size=size, rng=rng)
         slots = [np.arange(*held.offsets[client : client + 2])[:most] for client in clients]
         steps = relabelled(plan(slots, epochs=epochs, batch_size=size, rng=rng), held.indices, labels)
-        return mixed(steps, _mixup(replica.method), rng) if self.mixing else steps
+        return mixed(steps, mixup_of(replica.method), rng) if self.mixing else steps
 
     def _owners(self, counts: tuple[int, ...]) -> Tensor:
         """Which replica each row belongs to; kept, since most rounds are alike."""
@@ -390,7 +407,7 @@ class Simulation:
     def _train(self, models: Tensor, ready: Ready, measuring: bool, told: Told | None) -> tuple[Tensor, Tensor]:
         """Every row's update, and loss and accuracy of the model it received."""
         rate = self.settings.work.rate(ready.round)
-        columns = self._columns(ready, [_pull(replica.method, rate) for replica in ready.replicas], told)
+        columns = self._columns(ready, [pull_of(replica.method, rate) for replica in ready.replicas], told)
         columns = self._looking_back(models, ready, self._leashed(ready, columns))
         if self.replayed is None and (self._rows is None or len(self._rows) != len(ready.owner)):
             self._rows = torch.empty(len(ready.owner), self.shape.total, device=self.device)  # fresh memory is slow
@@ -463,7 +480,7 @@ class Simulation:
 
     def _looking_back(self, models: Tensor, ready: Ready, columns: Columns) -> Columns:
         """FedCKA: with each row's previous model, and how strongly its first layers are held against it."""
-        strengths = [_likeness(replica.method) for replica in ready.replicas]
+        strengths = [likeness_of(replica.method) for replica in ready.replicas]
         depth = max(len(entry) for entry in strengths)
         if not depth:
             return columns
@@ -480,7 +497,7 @@ class Simulation:
         """What is kept of the models of those who answered: themselves (FedCKA), what they say of labels (FedCorr)."""
         for number, replica in enumerate(ready.replicas):
             judging = replica.course if replica.course and replica.course.stage(ready.round) == 1 else None
-            if judging is None and not _likeness(replica.method):
+            if judging is None and not likeness_of(replica.method):
                 continue
             own = models[number] - updates[ready.rows(number)]
             for row in np.flatnonzero(~ready.lost[number]).tolist():
@@ -655,19 +672,11 @@ class Simulation:
 
     def _record(self, out: Aggregate, losses: Floats | None, asked: int, answered: int, trials: int) -> dict[str, Any]:
         size = self.shape.parameters * 4
-        found = out.diagnostics
-        present = int((found.ages == 0).sum())
         return {
             "losses": [] if losses is None else losses.tolist(),
             "answered": answered,
             "coefficients": out.coefficients.tolist(),
-            "conflicts": int(found.conflicts[:present].sum()),
-            "layer_conflicts": found.layer_conflicts[:, :present].sum(axis=1).tolist(),
-            "direction": found.direction_norm,
-            "remembered": len(found.ages) - present,
-            "remembered_clients": list(found.clients[present:]),
-            "excluded": {str(client): reason for client, reason in found.excluded.items()},
-            "notes": list(found.notes),
+            **out.diagnostics.record(),
             "bytes_down": size * (asked + trials * answered),
             "bytes_up": size * answered + 8 * answered * (1 + trials),
         }
@@ -728,7 +737,7 @@ def _needs_losses(method: Method) -> bool:
     return bool({"losses", "accuracies"} & set(method.rule.inputs))
 
 
-def _pull(method: Method, rate: float) -> float:
+def pull_of(method: Method, rate: float) -> float:
     """Strength of the squared pull towards the received model."""
     if isinstance(method.objective, Personal) and method.objective.fedlf_code:
         return method.objective.lam / _pace(method, rate)
@@ -751,12 +760,12 @@ def _one_batch(method: Method) -> bool:
     return isinstance(method.objective, Proximal) and method.objective.fedlf_code
 
 
-def _likeness(method: Method) -> list[float]:
+def likeness_of(method: Method) -> list[float]:
     """What each of the first layers counts in FedCKA's term; empty where there is none."""
     return method.objective.strengths if isinstance(method.objective, Similarity) else []
 
 
-def _mixup(method: Method) -> float:
+def mixup_of(method: Method) -> float:
     """The parameter of mixup's Beta distribution; 0 where nothing is mixed."""
     return float(getattr(method.objective, "mixup", 0.0))
 

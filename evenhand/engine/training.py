@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -75,16 +75,21 @@ class Shape:
         named = {name: tensor for name, tensor in module.named_parameters() if tensor.requires_grad}
         if not named:
             raise EvenhandError("the model has no parameter to train: all are frozen (requires_grad=False)")
+        return cls.named({name: tensor.shape for name, tensor in named.items()})
+
+    @classmethod
+    def named(cls, shapes: Mapping[str, torch.Size]) -> Shape:
+        """Of tensors by name; what stands before the last dot of a name is its module."""
         starts, layers, at, layer = [], dict[str, int](), 0, None
-        for name, tensor in named.items():
+        for name, shape in shapes.items():
             owner = name.rpartition(".")[0] or name
             if owner != layer:
                 at, layer = -(-at // STRETCH) * STRETCH, owner
             starts.append(at)
-            at += tensor.numel()
-            layers[owner] = layers.get(owner, 0) + tensor.numel()
+            at += shape.numel()
+            layers[owner] = layers.get(owner, 0) + shape.numel()
         layers = {name: -(-size // STRETCH) * STRETCH for name, size in layers.items()}
-        return cls(tuple(named), tuple(tensor.shape for tensor in named.values()), tuple(starts), layers)
+        return cls(tuple(shapes), tuple(shapes.values()), tuple(starts), layers)
 
     @property
     def total(self) -> int:

@@ -8,7 +8,7 @@ objective says what a client minimises. A method is one choice of the three.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
@@ -139,6 +139,10 @@ class ServerStep:
     ) -> tuple[list[Tensor], Memo, tuple[str, ...]]:
         raise NotImplementedError(f"{type(self).__name__} is a server step without an apply function")
 
+    def lengths(self, memo: Memo, clients: Sequence[Client]) -> tuple[float, ...]:
+        """Every length that `apply` may ask these clients about, so that they can be asked about all at once."""
+        return ()
+
     def offset(self, memo: Memo) -> list[Tensor] | None:
         """What to add to the new model for evaluation, where a method evaluates another model than it trains."""
         return None
@@ -157,9 +161,18 @@ class Objective:
         """Whether it asks, before each round's training, how the received model treats groups of people."""
         return False
 
+    @property
+    def alone(self) -> bool:
+        """Whether what a client is told follows from its own sums and its own part of the memo."""
+        return False
+
     def lean(self, view: View, memo: Memo) -> Leaning:
         """What the clients are told about groups and labels, given their sums over cells."""
         raise NotImplementedError(f"{type(self).__name__} says nothing about groups")
+
+    def part(self, memo: Memo, client: Client) -> dict[str, Any]:
+        """One client's part of the memo, where it is enough for that client."""
+        return {}
 
 
 # ------------------------------------------------------------------------------- shared by several rules

@@ -15,6 +15,7 @@ losses the full step is taken.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -25,6 +26,7 @@ from evenhand.checks import number
 from evenhand.geometry import Floats
 from evenhand.methods.base import (
     Ask,
+    Client,
     Memo,
     Round,
     Rule,
@@ -117,6 +119,10 @@ def expected_losses(
     return losses > expected, carry(memo, clients, expected=np.where(new, losses, moved), joins=joins)
 
 
+def _sorted(clients: Sequence[Client]) -> list[str]:
+    return sorted(map(str, clients))
+
+
 @dataclass(frozen=True)
 class LineSearch(ServerStep):
     """FedMDFG's step: try lengths from 2^s down to 2^-s times the direction, on the clients' own losses."""
@@ -133,8 +139,8 @@ class LineSearch(ServerStep):
     def apply(
         self, direction: list[Tensor], memo: Memo, round: Round, weights: Weights, ask: Ask | None
     ) -> tuple[list[Tensor], Memo, tuple[str, ...]]:
-        clients = sorted(map(str, round.clients[: round.present]))
-        same, carried = memo.get("clients") == clients, {"clients": clients}
+        here = round.clients[: round.present]
+        same, carried = self._same(memo, here), {"clients": _sorted(here)}
         if ask is None:
             return direction, carried, ("no line search: aggregate was given no evaluate=",)
         if not weights.coefficients.any():
@@ -142,8 +148,7 @@ class LineSearch(ServerStep):
         losses, falls = round.losses[: round.present], self._predicted(round, weights)
         fair = bool(weights.facts.get("fair_guidance"))
         tried: dict[float, Floats] = {}
-        for halvings in range(-self.s if same else 0, self.s + 1):
-            scale = 2.0**-halvings
+        for scale in self.lengths(memo, here):
             trial = tried[scale] = ask(scale)
             enough = (losses - trial >= self.armijo * scale * falls).all()
             if enough and (not fair or loss_angle(trial) < loss_angle(losses)):
@@ -153,6 +158,15 @@ class LineSearch(ServerStep):
             scale = lower[0] if lower else min(tried, key=lambda length: float(tried[length].sum()))
         note = f"line search: {len(tried)} trials, step {scale:g}"
         return [tensor * scale for tensor in direction], carried, (note,)
+
+    def lengths(self, memo: Memo, clients: Sequence[Client]) -> tuple[float, ...]:
+        first = -self.s if self._same(memo, clients) else 0
+        return tuple(2.0**-halvings for halvings in range(first, self.s + 1))
+
+    @staticmethod
+    def _same(memo: Memo, clients: Sequence[Client]) -> bool:
+        """Whether the last round had the same clients."""
+        return bool(memo.get("clients") == _sorted(clients))
 
     @staticmethod
     def _predicted(round: Round, weights: Weights) -> Floats:

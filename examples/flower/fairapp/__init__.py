@@ -1,0 +1,1 @@
+"""A fair model over the clients of a federation."""
