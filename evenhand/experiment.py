@@ -561,7 +561,7 @@ def _tell_again(runs: Runs, folder: RunFolder, listeners: Sequence[Guarded], lab
         return
     told = []
     for one in runs:
-        seconds = folder.seconds(one.seed)
+        seconds = folder.seconds(one.seed, len(one.rounds))
         record = Record(one.names, one.test_samples, one.rounds, seconds, one.evaluations)
         told.append(_tracked(one.experiment, record, folder, one.cells, folder.id, label, group))
     audience = Audience(listeners, told)

@@ -352,9 +352,10 @@ class RunFolder(Folder):
         _add_predicted(place / PREDICTED, evaluations)
         return names, counts, rounds, evaluations
 
-    def seconds(self, seed: int) -> list[float | None]:
-        """How long each round of a seed took."""
-        return [entry["seconds"] for entry in _records(self.seed(seed) / TIMING)]
+    def seconds(self, seed: int, rounds: int) -> list[float | None]:
+        """How long each of so many rounds of a seed took, as far as that is known."""
+        known = [entry.get("seconds") for entry in _records(self.seed(seed) / TIMING)]
+        return (known + [None] * rounds)[:rounds]
 
     def holdings(self, seed: int) -> Holdings | None:
         """Who holds what under a seed; None in a folder that an older version wrote."""
@@ -753,7 +754,7 @@ class Recorder:
             folder.note(self.simulation)
             self._restore_newest()
             for replica, record in zip(self.simulation.replicas, self.records, strict=True):
-                self._restore_logs(folder.seed(replica.seed), record)
+                self._restore_logs(folder, replica.seed, record)
             self._note_versions()
 
     def _restore_newest(self) -> None:
@@ -779,15 +780,15 @@ class Recorder:
             f"{place / DESCRIPTION} --out {place} --force starts anew)"
         )
 
-    def _restore_logs(self, place: Path, record: Record) -> None:
-        reached = self.simulation.round
+    def _restore_logs(self, folder: RunFolder, seed: int, record: Record) -> None:
+        place, reached = folder.seed(seed), self.simulation.round
         for name in (ROUNDS, TIMING):
             _cut(place / name, reached - 1, _round_of_record)
         measured_until = reached or -1  # a run that starts anew measures again before its first round
         _cut(place / CLIENTS, measured_until, _round_of_row)
         _cut(place / PREDICTED, measured_until, _round_of_record)
         record.rounds = _records(place / ROUNDS)
-        record.seconds = [entry["seconds"] for entry in _records(place / TIMING)]
+        record.seconds = folder.seconds(seed, reached)
         _, _, record.evaluations = _read_clients(place / CLIENTS)
         _add_predicted(place / PREDICTED, record.evaluations)
         measured = 1 + reached // self.simulation.settings.eval_every if reached else 0
@@ -795,7 +796,6 @@ class Recorder:
             raise EvenhandError(
                 f"{str(place)!r} lacks part of the log up to the checkpoint's round {reached:,}; the run cannot go on"
             )
-        record.seconds = (record.seconds + [None] * reached)[:reached]
         record.rounds_written, record.evaluations_written = len(record.rounds), len(record.evaluations)
 
     def _note_versions(self) -> None:

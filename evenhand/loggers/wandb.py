@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from time import monotonic, sleep
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from evenhand.callbacks import FINISHED, Point, Tracked
 from evenhand.loggers.base import NOTHING, ROUNDS, Logger, library
 
 BLOCK, FILE_HEAD, HEAD = 32768, 7, 7  # bytes, in the files of Weights & Biases
+SETTLE_SECONDS = 10.0
 WHOLE, LAST = 1, 4  # kinds of pieces of a record: all of it, its last one
 
 
@@ -60,8 +62,17 @@ def last_round(place: Path, id: str) -> int:
     rounds = [NOTHING]
     for path in place.parent.glob(f"offline-run-*-{id}*/run-{id}.wandb"):
         if path.parent != place:
+            _settle(path)
             rounds += [int(row[ROUNDS]) for row in history(path) if ROUNDS in row]
     return max(rounds)
+
+
+def _settle(path: Path) -> None:
+    """Wait until a file grows no more: a service writes it, for a moment also after its run was ended or killed."""
+    until, size = monotonic() + SETTLE_SECONDS, -1
+    while monotonic() < until and (size <= FILE_HEAD or path.stat().st_size > size):
+        size = path.stat().st_size
+        sleep(0.5)
 
 
 def history(path: Path) -> Iterator[dict[str, Any]]:
