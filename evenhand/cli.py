@@ -492,7 +492,9 @@ def deploy(
     if resume and out is None:
         raise EvenhandError("--resume needs the folder of the run: --out FOLDER")
     if not rehearse:
-        raise typer.Exit(launch.deploy(file, superlink, out=out, resume=resume, force=force, quiet=quiet))
+        if launch.deploy(file, superlink, out=out, resume=resume, force=force, quiet=quiet):
+            raise EvenhandError("the run did not come to its end; `flwr list` and `flwr log` say more")
+        return
     if superlink is not None:
         raise EvenhandError("--rehearse starts a SuperLink of its own; leave --superlink out")
     from evenhand.flower.rehearsal import rehearse as rehearsed

@@ -3,3 +3,5 @@
 import torch
 
 torch.set_num_threads(1)
+
+collect_ignore = ["flower/quick"]  # for processes of Flower's, not for this one

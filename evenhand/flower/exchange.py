@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from flwr.app import Message, RecordDict
+from flwr.serverapp import Grid
 
 from evenhand.flower.roster import Roster
 
@@ -38,6 +39,10 @@ class Exchange:
         nodes = roster.connected
         messages = [Message(content, nodes[place], kind, ttl=timeout) for place, content in contents.items()]
         return cls(kind, messages, list(contents), timeout)
+
+    def over(self, grid: Grid) -> Sorted:
+        """Send the messages, wait for the replies, and sort them."""
+        return self.sort(grid.send_and_receive(self.messages, timeout=self.timeout) if self.messages else [])
 
     def sort(self, replies: Iterable[Message]) -> Sorted:
         """Put every reply to the client that was asked.

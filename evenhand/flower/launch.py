@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import IO
 
 from evenhand import __version__
 from evenhand.checks import EvenhandError
@@ -20,6 +21,9 @@ from evenhand.folders import writing
 from evenhand.toml import read_toml, to_toml
 
 PACKAGE = "fairapp"
+STARTED = re.compile(rb"started run (\d+)")  # as `flwr run` says it
+COMPLETED = "finished:completed"  # as `flwr list` says it
+FAILED = 1
 SERVER = '''"""The server's side of the app."""
 
 from pathlib import Path
@@ -128,11 +132,13 @@ def deploy(
     force: bool = False,
     quiet: bool = False,
 ) -> int:
-    """Run the deployment that a file describes on a SuperLink; the exit code of `flwr run`."""
+    """Run the deployment that a file describes on a SuperLink; 0 if it was completed."""
     chosen = Deployment.read(file)
     if out is not None and not out.is_absolute():
         raise EvenhandError(f"--out {out}: the folder is on the server's disk, so it needs its whole path")
-    return submit(chosen, superlink, out=out, resume=resume, force=force, output=subprocess.DEVNULL if quiet else None)
+    with open(os.devnull, "wb") as nowhere:
+        output = nowhere if quiet else None
+        return submit(chosen, superlink, out=out, resume=resume, force=force, output=output)
 
 
 def submit(
@@ -143,14 +149,33 @@ def submit(
     resume: bool = False,
     force: bool = False,
     environment: Mapping[str, str] | None = None,
-    output: Any = None,
+    output: IO[bytes] | None = None,
 ) -> int:
-    """Run a deployment on a SuperLink that Flower's configuration knows by name, and follow it; the exit code.
+    """Run a deployment on a SuperLink that Flower's configuration knows by name, and follow it; 0 if it was completed.
 
-    out: the run's folder on the server's disk.
+    out: the run's folder on the server's disk; output: where Flower's words go, where not to the terminal.
     """
+    there = [superlink] if superlink else []
     with tempfile.TemporaryDirectory(prefix="evenhand-") as place:
         app = write_app(deployment, Path(place) / PACKAGE)
-        command = [flower_command("flwr"), "run", str(app), *([superlink] if superlink else []), "--stream"]
-        command += ["-c", run_config(out, resume, force)]
-        return subprocess.call(command, env=environment, stdout=output, stderr=output)
+        command = [flower_command("flwr"), "run", str(app), *there, "--stream", "-c", run_config(out, resume, force)]
+        code, run = _follow(command, environment, output or sys.stdout.buffer)
+    if code or run is None:
+        return code or FAILED
+    # Flower's exit code says that the run could be followed, not how it ended.
+    command = [flower_command("flwr"), "list", *there, "--run-id", run, "--format", "json"]
+    listed = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    return 0 if COMPLETED in listed.stdout else FAILED
+
+
+def _follow(command: Sequence[str], environment: Mapping[str, str] | None, output: IO[bytes]) -> tuple[int, str | None]:
+    """Run a command, pass its words on, and find in them which run it started."""
+    run = None
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            output.write(line)
+            output.flush()
+            found = STARTED.search(line)
+            run = found[1].decode() if found and run is None else run
+    return process.returncode, run

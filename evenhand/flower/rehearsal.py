@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 from evenhand.checks import EvenhandError
 from evenhand.experiment import load_runs
@@ -152,9 +152,15 @@ class Rehearsal:
         raise EvenhandError(f"SuperNode {node.number} did not connect:\n{tail(node.log)}")
 
     def run(
-        self, deployment: Deployment, *, out: Path, resume: bool = False, force: bool = False, output: Any = None
+        self,
+        deployment: Deployment,
+        *,
+        out: Path,
+        resume: bool = False,
+        force: bool = False,
+        output: IO[bytes] | None = None,
     ) -> int:
-        """Run a deployment over the nodes and follow it; the exit code of `flwr run`."""
+        """Run a deployment over the nodes and follow it; 0 if it was completed."""
         return submit(
             deployment,
             CONNECTION,
@@ -259,7 +265,9 @@ def rehearse(
         for config in configs:
             here.add_node(config)
             tell(f"a SuperNode with a key of its own: {node_config(config)}")
-        here.run(deployment, out=out, resume=resume, force=force, output=subprocess.DEVNULL if say is None else None)
+        with open(os.devnull, "wb") as nowhere:
+            output = nowhere if say is None else None
+            here.run(deployment, out=out, resume=resume, force=force, output=output)
         if not RunFolder(out).finished:
             raise EvenhandError(f"the run did not come to its end; the server's log says:\n{here.tail('superlink')}")
     return load_runs(out)

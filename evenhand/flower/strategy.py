@@ -27,10 +27,11 @@ from evenhand.engine.groups import Told, looks_at_groups, said, told_columns
 from evenhand.engine.sampling import Sampling
 from evenhand.flower import wire
 from evenhand.flower.correction import Correcting
+from evenhand.flower.door import Door
 from evenhand.flower.exchange import Exchange, Sorted
 from evenhand.flower.needs import can_federate, surveys_first, wanted, wants_trained
-from evenhand.flower.replies import Heard, Reader, evaluation, member, served
-from evenhand.flower.roster import Member, Roster, plain_sampling
+from evenhand.flower.replies import Heard, Reader, evaluation, served
+from evenhand.flower.roster import Roster, plain_sampling
 from evenhand.flower.wire import Form, Unusable
 from evenhand.geometry import Layout, Updates, launch, read_updates, settle, to_numpy
 from evenhand.methods import Method, method
@@ -41,7 +42,6 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 
 PATIENCE = 1.0  # seconds between looks at who is connected
-AGAIN = 5.0  # seconds until a node that did not say who it is is asked again; then twice as many, and so on
 MEASURES = ("needed", "losses")
 
 
@@ -59,15 +59,6 @@ class Turn:
     told: list[int] = field(default_factory=list)  # whom the leaning is about, in its order
     failed: dict[int, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Strange:
-    """A node that did not say who it is."""
-
-    reason: str
-    tries: int
-    again: float  # the time from which it is asked again
 
 
 class FairStrategy(Strategy):
@@ -148,7 +139,7 @@ class FairStrategy(Strategy):
         self._evaluation: Exchange | None = None
         self._silent: dict[int, str] = {}  # who let the round's training message run out: not asked to evaluate either
         self._last: int | None = None  # the last round, where `start` knows it
-        self._strange: dict[int, Strange] = {}  # nodes that did not say who they are
+        self._door = Door()
 
     # ---- what a person sees
 
@@ -317,10 +308,7 @@ class FairStrategy(Strategy):
         """Wait until so many nodes are connected and have said who they are; `must`: it is an error if they do not."""
         end, told = monotonic() + (self.wait if must else self.timeout), False
         while True:
-            here = sorted(grid.get_node_ids())
-            self.roster.leave(here)
-            self._strange = {node: entry for node, entry in self._strange.items() if node in here}
-            self._meet(grid, [node for node in here if node not in self.roster.nodes and self._due(node)])
+            self._door.look(grid, self.roster, self.timeout)
             if len(self.roster.nodes) >= wanted:
                 return
             if monotonic() >= end:
@@ -330,38 +318,11 @@ class FairStrategy(Strategy):
                 told = True
             sleep(min(PATIENCE, max(0.0, end - monotonic())))
         if must:
-            why = "".join(f"; node {node}: {entry.reason}" for node, entry in self._strange.items())
+            there = f"{len(self.roster.nodes)} of {wanted} clients were there within {self.wait:g} s"
             raise EvenhandError(
-                f"{len(self.roster.nodes)} of {wanted} clients were there within {self.wait:g} s{why}; start more "
-                "SuperNodes, or wait for fewer (min_available_nodes, clients in a deployment's description)"
+                f"{there}{self._door.complaints()}; start more SuperNodes, or wait for fewer (min_available_nodes; in a "
+                "deployment's description: clients)"
             )
-
-    def _due(self, node: int) -> bool:
-        """Whether to ask a node who it is: a new one at once, a strange one again after a while, and a longer one."""
-        entry = self._strange.get(node)
-        return entry is None or monotonic() >= entry.again
-
-    def _meet(self, grid: Grid, nodes: Sequence[int]) -> None:
-        """Ask new nodes who they are."""
-        if not nodes:
-            return
-        messages = [Message(RecordDict(), node, wire.DESCRIBE, ttl=self.timeout) for node in nodes]
-        exchange = Exchange(wire.DESCRIBE, messages, list(nodes), self.timeout)
-        found = exchange.sort(self._send(grid, messages))
-        members: dict[int, Member] = {}
-        for node, content in found.good.items():
-            try:
-                members[node] = member(content)
-            except Unusable as error:
-                found.failed[node] = str(error)
-        for note in (*found.notes, *self.roster.join(members)):
-            log(WARNING, note)
-        for node, reason in found.failed.items():
-            log(WARNING, "node %d did not say who it is (%s); is its ClientApp a fair_client?", node, reason)
-        for node in set(nodes) - set(self.roster.nodes):
-            tries = 1 + (self._strange[node].tries if node in self._strange else 0)
-            reason = found.failed.get(node, "its name is taken, or not one of this run's clients")
-            self._strange[node] = Strange(reason, tries, monotonic() + AGAIN * 2 ** (tries - 1))
 
     def _send(self, grid: Grid, messages: Iterable[Message]) -> list[Message]:
         given = list(messages)
@@ -432,7 +393,7 @@ class FairStrategy(Strategy):
         tasks = {place: self.task(turn.index, turn.asked, row) for row, place in enumerate(turn.asked)}
         contents = {place: RecordDict({**shared, wire.TASK: wire.write_task(task)}) for place, task in tasks.items()}
         exchange = Exchange.to(self.roster, wire.SURVEY, contents, self.timeout)
-        found = exchange.sort(self._send(self._grid, exchange.messages))
+        found = exchange.over(self._grid)
         turn.sums = self._sums_in(found)
         turn.failed, turn.notes, turn.told = found.failed, found.notes, sorted(turn.sums)
         if not turn.told:
@@ -488,6 +449,7 @@ class FairStrategy(Strategy):
         if out is None:
             record["note"] = f"{usable} good replies, {turn.needed} are needed: the model stays"
             log(WARNING, "round %d: %s", server_round, record["note"])
+        log(INFO, "\t%d of %d clients answered", usable, len(turn.asked))
         for client, reason in record["excluded"].items():
             log(WARNING, "round %d: left out %s: %s", server_round, client, reason)
         if self._correcting is not None:
@@ -600,7 +562,7 @@ class FairStrategy(Strategy):
             task = {**self.task(turn.index, turn.asked, places[place]), wire.LENGTHS: list(lengths)}
             contents[place] = RecordDict({**shared, wire.TASK: wire.write_task(task)})
         exchange = Exchange.to(self.roster, wire.TRIAL, contents, self.timeout)
-        found = exchange.sort(self._send(self._grid, exchange.messages))
+        found = exchange.over(self._grid)
         turn.notes += found.notes
         falls = np.maximum(_falls(weighed), 0.0)
         table = {}
@@ -649,7 +611,7 @@ class FairStrategy(Strategy):
             if place in here
         }
         exchange = Exchange.to(self.roster, wire.CORRECT, contents, self.timeout)
-        found = exchange.sort(self._send(self._grid, exchange.messages))
+        found = exchange.over(self._grid)
         self.memo, changed, failed = correcting.corrected(self.memo, found.good, turn.index)
         for place, reason in {**found.failed, **failed}.items():
             record["notes"].append(f"{self.names[place]} did not correct its labels: {reason}")
@@ -693,7 +655,13 @@ class FairStrategy(Strategy):
         for client, reason in entry["missing"].items():
             log(WARNING, "evaluation after round %d: %s: %s", server_round, client, reason)
         self.evaluations.append(entry)
-        return served(entry)
+        metrics = served(entry)
+        if metrics is not None:
+            mean, worst = 100 * np.nanmean(entry["accuracies"]), 100 * np.nanmin(entry["accuracies"])
+            log(
+                INFO, "after round %d: clients get %.1f%% right on average, the worst %.1f%%", server_round, mean, worst
+            )
+        return metrics
 
 
 def _falls(weighed: Weighed) -> Floats:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import tomllib
 from pathlib import Path
 
@@ -49,14 +48,15 @@ def test_handing_out_takes_an_experiments_file(tmp_path):
 def test_the_app_that_is_submitted_is_that_of_the_example(tmp_path, monkeypatch):
     example, calls = Path(__file__).parents[2] / "examples" / "flower", []
 
-    def called(command, **options):
+    def followed(command, environment, output):
         place = Path(command[2])
         calls.append((command, {path.relative_to(place): path.read_text() for path in place.rglob("*.*")}))
-        return 7
+        return 7, None
 
-    monkeypatch.setattr(subprocess, "call", called)
+    monkeypatch.setattr(launch, "_follow", followed)
     done = deploy(example / "fairapp/deployment.toml", "--superlink", "secure", "--out", "/srv/runs/heart", "--resume")
-    assert done.exit_code == 7
+    assert done.exit_code == 2
+    assert "the run did not come to its end" in done.output
     (command, files), *rest = calls
     assert not rest
     assert command[1] == "run"

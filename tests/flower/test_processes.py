@@ -77,6 +77,14 @@ def test_a_real_federation_gives_the_simulators_model(federation, tmp_path, expe
     assert (tmp_path / "run/report.html").is_file()
 
 
+def test_a_run_that_fails_is_known_to_have_failed(federation, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/somebody.txt").write_text("else's")
+    with (tmp_path / "run.log").open("ab") as log:
+        assert federation.run(Deployment(small("fedavg", **TINY)), out=tmp_path / "run", output=log) == 1
+    assert "holds other files" in (tmp_path / "run.log").read_text()
+
+
 def refused(federation, **how) -> tuple[int, str]:
     node = federation.start_node({"partition-id": 1}, **how)
     try:
