@@ -478,24 +478,29 @@ def resume(
         return play(chosen, recorder, listeners, group)
 
 
+def _load_run(folder: RunFolder, chosen: Experiment, seed: int) -> Run:
+    names, samples, rounds, evaluations = folder.read(seed)
+    return Run(
+        replace(chosen, seeds=(seed,)),
+        seed,
+        names,
+        samples,
+        rounds,
+        evaluations,
+        folder=folder.seed(seed),
+        cells=folder.cells,
+        holdings=folder.holdings(seed),
+        facts=folder.facts,
+        seconds=folder.seconds(seed, len(rounds)),
+    )
+
+
 def load_runs(out: str | Path) -> Runs:
     """The runs in a folder, as far as they have got: while one is written to, what all its seeds have."""
     folder = RunFolder(out)
     folder.must_be_started()
     chosen = load_toml(folder.path / DESCRIPTION)
-    runs = [
-        Run(
-            replace(chosen, seeds=(seed,)),
-            seed,
-            *folder.read(seed),
-            folder=folder.seed(seed),
-            cells=folder.cells,
-            holdings=folder.holdings(seed),
-            facts=folder.facts,
-            seconds=folder.seconds(seed),
-        )
-        for seed in chosen.seeds
-    ]
+    runs = [_load_run(folder, chosen, seed) for seed in chosen.seeds]
     if not folder.finished:
         for name in ("rounds", "evaluations"):
             shared = min(len(getattr(one, name)) for one in runs)
