@@ -320,8 +320,8 @@ class FairStrategy(Strategy):
         if must:
             there = f"{len(self.roster.nodes)} of {wanted} clients were there within {self.wait:g} s"
             raise EvenhandError(
-                f"{there}{self._door.complaints()}; start more SuperNodes, or wait for fewer (min_available_nodes; in a "
-                "deployment's description: clients)"
+                f"{there}{self._door.complaints()}; start more SuperNodes, or wait for fewer (min_available_nodes; "
+                "in a deployment's description: clients)"
             )
 
     def _send(self, grid: Grid, messages: Iterable[Message]) -> list[Message]:
