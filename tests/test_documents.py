@@ -8,16 +8,19 @@ would. A comment right before a block, which readers do not see, says what it ne
     <!-- test: file mymodel.py -->           the block is this file, not a program
     <!-- test: after evenhand run ... -->    a command to run before it
     <!-- test: exit 1 -->                    the exit code of its commands
-    <!-- test: parse WHY -->                 too long, or needs a network: command lines are parsed, not run
+    <!-- test: parse WHY -->                 too long, or needs more than is here: commands are parsed and not run,
+                                             pieces of a program compiled, other programs' settings read
     <!-- test: printed except WORDS -->      the block before prints these lines; those with such words may differ
 """
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -43,6 +46,8 @@ MARK = re.compile(r"<!--\s*test:\s*(\w+)\s*(.*?)\s*-->")
 MARKS = ("with", "needs", "file", "after", "exit", "parse", "printed")
 TRAINING = ("run", "compare", "tune")
 NO_PROGRAM = ("text", "latex")  # what a program prints, or a formula
+FLOWERS = ("flwr", "flower-superlink", "flower-supernode")
+OTHERS = ("openssl", "ssh-keygen", "ssh", "printf", "chmod", "export")
 
 
 class UnknownCommand(Exception):
@@ -133,8 +138,13 @@ def parsed(arguments: list[str]) -> None:
 
 def run_command(line: str, block: Block) -> None:
     words = shlex.split(line, comments=True)
+    while re.match(r"[A-Z_]+=", words[0]):  # variables for the command
+        del words[0]
     program, *arguments = words
-    if program == "evenhand":
+    if "parse" in block.marks and program in (*FLOWERS, *OTHERS):
+        here = shutil.which(program, path=str(Path(sys.executable).parent))
+        assert program in OTHERS or here or importlib.util.find_spec("flwr") is None, f"there is no {program!r}"
+    elif program == "evenhand":
         if arguments[0] in TRAINING and "--resume" not in arguments:
             arguments += shlex.split(block.marks.get("with", ""))
         if "parse" in block.marks:
@@ -167,15 +177,24 @@ def run_block(block: Block, folder: Path, names: dict[str, object], printed: str
     if "file" in block.marks:
         (folder / block.marks["file"]).write_text(block.text)
     elif block.language == "python":
-        assert "parse" not in block.marks, "a block of Python has to run"
-        exec(compile("\n" * block.line + block.text, "document", "exec"), names)
+        program = ast.parse("\n" * block.line + block.text)
+        if "parse" in block.marks:
+            program.body = [one for one in program.body if isinstance(one, ast.Import | ast.ImportFrom)]
+        exec(compile(program, "document", "exec"), names)
     elif block.language == "sh":
         for line in block.text.replace("\\\n", " ").splitlines():
             if shlex.split(line, comments=True):
                 run_command(line, block)
     elif block.language == "toml":
         (folder / "described.toml").write_text(block.text)
-        load_toml(folder / "described.toml")
+        if "parse" in block.marks:
+            tomllib.loads(block.text)
+            if "deployment" in block.marks["parse"]:
+                from evenhand.flower.deployment import Deployment
+
+                Deployment.read(folder / "described.toml")
+        else:
+            load_toml(folder / "described.toml")
     elif "printed" in block.marks:
         unsteady = block.marks["printed"].removeprefix("except ").split("; ")
         lines = [line for line in block.text.splitlines() if not any(word in line for word in unsteady)]
@@ -188,6 +207,8 @@ def run_block(block: Block, folder: Path, names: dict[str, object], printed: str
 
 @pytest.mark.parametrize("document", WITH_BLOCKS)
 def test_the_blocks_of_a_document_run(document, reader, capsys):
+    if document == "docs/flower.md":
+        pytest.importorskip("flwr")
     names = vars(sys.modules.setdefault("document", ModuleType("document")))  # dataclasses look for their module
     printed = ""
     for block in blocks(document):
