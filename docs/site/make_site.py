@@ -27,12 +27,20 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 DOCS = ROOT / "docs"
 
+RESULTS = sorted(
+    path.relative_to(DOCS).with_suffix("").as_posix()
+    for pattern in ("results/*.md", "results/*/results.md")
+    for path in DOCS.glob(pattern)
+    if not path.stem.endswith("_findings")
+)
+
 # What the side bar shows, in this order; a page of docs/ that is not here comes under "More".
 NAVIGATION = {
     "Begin": ["start", "choose"],
     "How to": ["compare", "data", "model", "add-a-method", "audit", "resume", "tune", "notebooks"],
+    "See and deploy": ["report", "watch", "loggers", "flower"],
     "Reference": ["methods", "simulator", "api", "benchmarks"],
-    "Results": ["recipes", "results/mfairfl", "results/fedfv-table3/results"],
+    "Results": ["recipes", *RESULTS],
     "Project": ["contributing", "changelog"],
 }
 LEFT_OUT = {"index", "results/mfairfl_findings"}  # the latter is a part of results/mfairfl
@@ -46,7 +54,7 @@ API = {
         "Methods and their parts",
         "method methods register Method MethodInfo Rule Round Weights ServerStep Objective",
     ),
-    "simulator": ("The simulator", "simulate Experiment resume load_runs runs.Runs runs.Run"),
+    "simulator": ("The simulator", "simulate Experiment resume load_runs runs.Runs runs.Run Callback"),
     "comparison": (
         "Comparing and tuning",
         "compare load_comparison resume_comparison comparison.Comparison tune",

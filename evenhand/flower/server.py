@@ -165,9 +165,11 @@ class Federation:
                     return
 
     def facts(self) -> dict[str, Any]:
-        """What the server knows of the model; of the data, no more than its name."""
+        """What the server knows of the model; of the data, no more than its name and how many samples there are."""
+        roster = self.strategy.roster
         return {
             "data": self.dataset.name,
+            "samples": int(roster.train_samples.sum() + roster.test_samples.sum()),
             "parameters": self.shape.parameters,
             "layers": list(self.shape.layers),
         }

@@ -585,11 +585,13 @@ class FairStrategy(Strategy):
     def _record(self, out: Aggregate, heard: Heard, asked: int, lengths: int) -> dict[str, Any]:
         assert self._form is not None
         size, answered = self._form.shape.parameters * 4, len(heard.positions)
+        places = {name: place for place, name in enumerate(self.names)}
         return {
             "losses": [] if heard.losses is None else heard.losses.tolist(),
             "answered": answered,
             "coefficients": out.coefficients.tolist(),
             **out.diagnostics.record(),
+            "remembered_clients": [places[str(name)] for name in out.diagnostics.clients[answered:]],
             "bytes_down": size * asked + 2 * size * answered * bool(lengths),
             "bytes_up": size * answered + 8 * answered * (1 + lengths),
         }

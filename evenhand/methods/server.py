@@ -150,7 +150,7 @@ class FedAdam(_Adaptive):
 class FedAMSGrad(_Adaptive):
     """Adam at the server, whose second moment never shrinks."""
 
-    beta2: float = 0.99
+    beta2: float = 0.99  # of the second moment
 
     name: ClassVar[str] = "fedamsgrad"
 

@@ -193,6 +193,8 @@ def losses(runs: Runs) -> Figure | None:
 def listened(runs: Runs) -> Figure | None:
     """Who was listened to: the share of the weight that each client's update got, over the rounds."""
     run: Run = runs[0]
+    if not run.rounds:
+        return None
     order = np.argsort(np.nan_to_num(run.accuracies, nan=2.0), kind="stable")
     rows = np.array_split(order, min(ROWS, len(order)))
     stretch = -(-len(run.rounds) // COLUMNS)
