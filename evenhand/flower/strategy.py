@@ -20,7 +20,7 @@ from flwr.serverapp.strategy import Result, Strategy
 from torch import Tensor
 
 from evenhand import storage
-from evenhand.aggregation import Aggregate, Weighed, open_round
+from evenhand.aggregation import Aggregate, Opened, Weighed, open_round
 from evenhand.checks import EvenhandError, NoUsableClient, choice, number
 from evenhand.constraints import Cells, Leaning, Sums, View
 from evenhand.engine.groups import Told, looks_at_groups, said, told_columns
@@ -320,8 +320,8 @@ class FairStrategy(Strategy):
         if must:
             there = f"{len(self.roster.nodes)} of {wanted} clients were there within {self.wait:g} s"
             raise EvenhandError(
-                f"{there}{self._door.complaints()}; start more SuperNodes, or wait for fewer (min_available_nodes; "
-                "in a deployment's description: clients)"
+                f"{there}{self._door.complaints()}; start more SuperNodes, or wait for fewer (min_available_nodes, or "
+                "clients in a deployment's description)"
             )
 
     def _send(self, grid: Grid, messages: Iterable[Message]) -> list[Message]:
@@ -508,10 +508,8 @@ class FairStrategy(Strategy):
             lr=self._rate(turn.index),
             seed=self.seed,
         )
-        past = opened.memory.pieces(opened.given)
-        products = to_numpy(launch(opened.given, past))
         try:
-            weighed = opened.weigh(*settle(opened.given, past, products))
+            weighed = opened.weigh(*_products(opened))
         except NoUsableClient:
             record["excluded"] = dict.fromkeys(clients, "its update or its numbers are not finite")
             return None
@@ -664,6 +662,17 @@ class FairStrategy(Strategy):
                 INFO, "after round %d: clients get %.1f%% right on average, the worst %.1f%%", server_round, mean, worst
             )
         return metrics
+
+
+def _products(opened: Opened) -> tuple[Floats, list[Floats]]:
+    """Inner products of the updates with each other and with the remembered ones, where anybody is away."""
+    given, memory = opened.given, opened.memory
+    past = memory.pieces(given) if len(memory.absent(opened.ids, opened.index, np.inf)) else []
+    own, rest = settle(given, past, to_numpy(launch(given, past)))
+    if not past and not np.isfinite(np.diagonal(own, axis1=1, axis2=2)).all():  # whoever sent that is away as well
+        past = memory.pieces(given)
+        own, rest = settle(given, past, to_numpy(launch(given, past)))
+    return own, rest
 
 
 def _falls(weighed: Weighed) -> Floats:

@@ -185,6 +185,18 @@ def test_absent_clients_are_remembered_while_they_are_away():
     assert np.isfinite(strategy.evaluations[3]["accuracies"]).all()
 
 
+def test_a_client_whose_update_is_not_finite_counts_with_its_last_one():
+    grid = own_grid(type("Nan", (Spoiling,), {"spoil": staticmethod(changed(arrays=with_nan)), "rounds": (2,)}))
+    strategy, _ = play(grid, "fedlf", rounds=2)
+    away = own_grid()
+    other = FairStrategy("fedlf")
+    other.after_round = lambda now: away.online.discard(1001)
+    other.start(away, own_start(), num_rounds=2)
+    assert strategy.rounds[1]["excluded"] == {"1": "its update holds NaN or Inf"}
+    assert [record["remembered"] for record in strategy.rounds] == [0, 1]
+    torch.testing.assert_close(strategy.model, other.model)
+
+
 def test_a_schedule_follows_from_seed_and_names_whatever_the_node_ids():
     def asked(ids, seed=3):
         grid = own_grid(clients=6)
