@@ -528,7 +528,7 @@ def adafed(updates, losses, gamma, length="paper", normalise=False, present=None
     return rescale(direction, np.linalg.norm(np.mean(updates[:present], axis=0)), weights @ norms_of(orthogonal))
 
 
-def even(updates, losses, gamma, ridge, present=None, least=1e-3):
+def even(updates, losses, gamma, ridge, present=None, least=1e-3, blur=1.0):
     """even: the shortest d with u_k . d >= b_k, shortfalls s_k paid for by |s|^2 / ridge; as long as the present mean.
 
     With z = (d, s / sqrt(ridge)) it is the shortest z with [u_k, sqrt(ridge) e_k] z >= b_k: least distance
@@ -545,7 +545,8 @@ def even(updates, losses, gamma, ridge, present=None, least=1e-3):
     weights, _ = scipy.optimize.nnls(system, goal, maxiter=300 * len(rows))
     residual = system @ weights - goal
     direction = -residual[: updates.shape[1]] / residual[-1]
-    return rescale(direction, np.linalg.norm(np.mean(updates[:present], axis=0)), weights.sum() / abs(residual[-1]))
+    summed = blur * weights.sum() / abs(residual[-1])  # blur: how much sooner a direction counts as vanished
+    return rescale(direction, np.linalg.norm(np.mean(updates[:present], axis=0)), summed)
 
 
 # Weights from accuracies, counts and fairness

@@ -172,6 +172,7 @@ class Federation:
             "samples": int(roster.train_samples.sum() + roster.test_samples.sum()),
             "parameters": self.shape.parameters,
             "layers": list(self.shape.layers),
+            "command": f"evenhand deploy {DEPLOYMENT}",
         }
 
     def holdings(self, replica: Any) -> None:

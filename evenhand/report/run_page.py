@@ -51,7 +51,7 @@ def run_page(runs: Runs) -> str:
         page.charts([sections[name] for name in rest]),
         *(groups.by_client(runs) if grouped else []),
         *[page.paragraph(f"Note: {note}", "soft") for note in runs.notes],
-        *about(runs, run_command(runs.experiment), runs.experiment.to_toml(), grouped),
+        *about(runs, runs[0].facts.get("command") or run_command(runs.experiment), runs.experiment.to_toml(), grouped),
     ]
     return page.page(f"{runs.experiment}", body)
 
@@ -70,7 +70,8 @@ def about(runs: Runs, command: str, description: str, grouped: bool) -> list[str
         "data fingerprint": str(facts.get("data_fingerprint", "not recorded")),
         "partition fingerprint": ", ".join(
             f"{fingerprint} (seed {seed})" for seed, fingerprint in facts.get("partition_fingerprints", {}).items()
-        ),
+        )
+        or "not recorded",
         "model": f"{runs.experiment.model}, {facts['parameters']:,} parameters" if facts else runs.experiment.model,
         "versions": named("evenhand", "python", "torch", "numpy"),
         "machine": named("platform", "device", "threads"),
@@ -98,7 +99,8 @@ def _finder(runs: Runs) -> str:
 def _what(runs: Runs) -> str:
     seeds = ", ".join(str(run.seed) for run in runs)
     reached = len(runs[0].rounds)
-    unfinished = f"; stopped after {reached:,} rounds" if reached < runs.experiment.rounds else ""
+    whole = runs.experiment.rounds
+    unfinished = f"; {reached:,} of {whole:,} rounds so far" if reached < whole else ""
     seeds = f"seed{'s' if len(runs) > 1 else ''} {seeds}"
     return f"{runs.experiment.method}; {runs.experiment.setting()}; {seeds}{unfinished}"
 

@@ -199,6 +199,7 @@ def test_the_run_folder_is_that_of_a_simulation(tmp_path):
         return {str(path.relative_to(place)) for path in place.rglob("*") if path.is_file()}
 
     assert files(tmp_path / "there") == files(tmp_path / "here") - unknown | extra
+    assert "evenhand deploy deployment.toml" in (tmp_path / "there" / "report.html").read_text()
     for name in ("seed-0/clients.csv", "seed-0/model.safetensors"):
         assert (tmp_path / "there" / name).read_bytes() == (tmp_path / "here" / name).read_bytes()
     for ours, theirs in zip(
