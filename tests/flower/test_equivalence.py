@@ -92,6 +92,12 @@ def test_a_method_without_a_federation_is_refused(name):
         FairStrategy(name)
 
 
+@pytest.mark.parametrize("name", ["fedprox:fedlf_code=true", "ditto:fedlf_code=true", "fedfa:accuracies=trained"])
+def test_what_published_code_does_stays_in_the_simulator(name):
+    with pytest.raises(EvenhandError, match="runs in the simulator alone"):
+        FairStrategy(name)
+
+
 def test_parts_mix_as_in_the_simulator():
     composed = method("adafed", gamma=1, server="fedadam", objective="proximal")
     experiment = small(composed)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from evenhand.callbacks import Callback
 from evenhand.checks import EvenhandError
 from evenhand.comparison import compare, load_comparison, resume_comparison
 
@@ -48,8 +49,9 @@ compare("fedavg", "ditto", "even", out=sys.argv[1], engine="ray", **{SMALL!r})
     compare("fedavg", "ditto", "even", out=here, **SMALL)
     compared = 0
     for path in [*here.rglob("*"), *Path(f"{here}-groups").rglob("*")]:
-        if path.is_file() and path.name not in ("versions.json", "timing.jsonl"):
-            other = Path(str(path).replace(here.name, there.name))
+        other = Path(str(path).replace(here.name, there.name))
+        assert other.exists(), other
+        if path.is_file() and path.name not in ("versions.json", "timing.jsonl", "report.html"):  # when, how long
             assert other.read_bytes().replace(there.name.encode(), here.name.encode()) == path.read_bytes(), path
             compared += 1
     assert compared > 60
@@ -120,3 +122,8 @@ def test_a_wrong_engine_and_a_missing_ray_are_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(EvenhandError, match=r"pip install 'evenhand\[ray\]'"):
         compare("fedavg", "even", engine="ray", **SMALL)
+
+
+def test_a_log_over_a_cluster_is_refused():
+    with pytest.raises(EvenhandError, match="no log is kept over a Ray cluster"):
+        compare("fedavg", "even", engine="ray", callbacks=[Callback()], **SMALL)
