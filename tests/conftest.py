@@ -1,7 +1,24 @@
-"""One thread a test process: the tests are many and small, and run side by side."""
+"""One thread a test process, as the tests are many, small and run side by side; and commands as a person gives them."""
 
+import pytest
 import torch
 
 torch.set_num_threads(1)
 
 collect_ignore = ["flower/quick"]  # for processes of Flower's, not for this one
+
+
+@pytest.fixture
+def evenhand(tmp_path, monkeypatch, capsys):
+    """Runs a command in an empty folder: exit code, stdout, stderr."""
+    from evenhand import cli
+
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as left:
+            cli.main(list(arguments))
+        said = capsys.readouterr()
+        return left.value.code or 0, said.out, said.err
+
+    return call

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from pages import checked
 
 import evenhand as eh
-from evenhand import auditing, chance, cli
+from evenhand import auditing, chance
 from evenhand.auditing import audit, read_bounds
 from evenhand.checks import EvenhandError
 from evenhand.columns import read
@@ -442,18 +443,10 @@ def test_many_groups_do_not_flood_the_page(tmp_path):
 
 
 @pytest.fixture
-def evenhand(tmp_path, monkeypatch, capsys):
-    """Runs a command in a folder with some predictions: exit code, stdout, stderr."""
-    monkeypatch.chdir(tmp_path)
+def evenhand(evenhand, tmp_path):
+    """Audits a file of predictions: exit code, stdout, stderr."""
     write(people(2000, F=0.2, south=0.2), tmp_path / "predictions.csv")
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as left:
-            cli.main(["audit", "predictions.csv", "--label", "y", *arguments])
-        said = capsys.readouterr()
-        return left.value.code or 0, said.out, said.err
-
-    return call
+    return partial(evenhand, "audit", "predictions.csv", "--label", "y")
 
 
 WHOLE = ["--prediction", "yhat", "--client", "hospital", "--sensitive", "sex,age:25,41,65"]

@@ -24,20 +24,6 @@ ROOT = Path(__file__).resolve().parents[1]
 SMALL = ["--clients", "12", "--rounds", "4", "--eval-every", "2"]
 
 
-@pytest.fixture
-def evenhand(tmp_path, monkeypatch, capsys):
-    """Runs a command in an empty folder: exit code, stdout, stderr."""
-    monkeypatch.chdir(tmp_path)
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as left:
-            cli.main(list(arguments))
-        said = capsys.readouterr()
-        return left.value.code or 0, said.out, said.err
-
-    return call
-
-
 def test_the_version(evenhand):
     assert evenhand("--version") == (0, f"evenhand {__version__}\n", "")
 

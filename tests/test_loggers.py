@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 import evenhand as eh
-from evenhand import cli
 from evenhand.callbacks import Callback, CallbackWarning
 from evenhand.checks import EvenhandError
 from evenhand.folders import Diverged, Interrupted
@@ -407,19 +406,6 @@ def test_the_python_in_the_documents_works(document, tmp_path, monkeypatch, caps
 
 
 # ---------------------------------------------------------------------------------------------------- the command line
-
-
-@pytest.fixture
-def evenhand(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as left:
-            cli.main(list(arguments))
-        said = capsys.readouterr()
-        return left.value.code or 0, said.out, said.err
-
-    return call
 
 
 FEW = ["--clients", "12", "--rounds", "2", "--seeds", "1", "--quiet"]

@@ -617,7 +617,7 @@ class Simulation:
 
         clients = asked[turn.kept]
         losses, right = (None, None) if measured is None else (part[rows][turn.kept] for part in measured)
-        wanted = _wants_trained(replica.method)
+        wanted = wants_trained(replica.method)
         seen = (
             {} if trained is None else {name: part[rows][turn.kept] for name, part in zip(SEEN, trained, strict=True)}
         )
@@ -655,7 +655,7 @@ class Simulation:
 
     def _after_training(self, models: Tensor, updates: Tensor, ready: Ready) -> tuple[Floats, Floats] | None:
         """Every row's loss and accuracy after its local training, for the rules that ask for them."""
-        if not any(_wants_trained(replica.method) for replica in ready.replicas):
+        if not any(wants_trained(replica.method) for replica in ready.replicas):
             return None
         rows = models[ready.owner] - updates
         found = [self._measure_piece(rows[part], batches).clone() for part, batches in ready.parts()]
@@ -770,6 +770,6 @@ def mixup_of(method: Method) -> float:
     return float(getattr(method.objective, "mixup", 0.0))
 
 
-def _wants_trained(method: Method) -> set[str]:
+def wants_trained(method: Method) -> set[str]:
     """What of the clients' losses and accuracies the rule wants to know after local training."""
     return {name for name in SEEN if getattr(method.rule, name, "received") == "trained"}

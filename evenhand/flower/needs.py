@@ -7,6 +7,7 @@ from typing import Any
 from evenhand.checks import EvenhandError
 from evenhand.constraints import Cells
 from evenhand.engine.groups import looks_at_groups
+from evenhand.engine.simulation import wants_trained
 from evenhand.flower import wire
 from evenhand.methods import Method
 
@@ -17,7 +18,7 @@ def can_federate(chosen: Method, cells: Cells | None, lr: Any) -> None:
     """Insist, before anything is sent, that a method can be run over a federation as described."""
     if chosen.training != "federated":
         raise EvenhandError(f"{chosen.name} trains without a federation; it runs in the simulator alone")
-    if getattr(chosen.objective, "fedlf_code", False) or getattr(chosen.rule, "accuracies", "received") == "trained":
+    if getattr(chosen.objective, "fedlf_code", False) or "accuracies" in wants_trained(chosen):
         raise EvenhandError(
             f"{chosen.name} as published code has it (fedlf_code, accuracies=trained) runs in the simulator alone"
         )
@@ -36,11 +37,6 @@ def can_federate(chosen: Method, cells: Cells | None, lr: Any) -> None:
         )
 
 
-def wants_trained(chosen: Method) -> bool:
-    """Whether the rule looks at losses after local training."""
-    return getattr(chosen.rule, "losses", "received") == "trained"
-
-
 def surveys_first(chosen: Method) -> bool:
     """Whether what clients are told in training depends on all of them, so that they are asked beforehand."""
     return chosen.objective.grouped and not chosen.objective.alone
@@ -52,4 +48,4 @@ def wanted(chosen: Method, measure: str) -> list[str]:
         return [wire.BY_CELL]
     needs = {"losses", "accuracies"} & set(chosen.rule.inputs)
     found = [wire.BEFORE] if needs or measure == "losses" else []
-    return [*found, wire.AFTER] if wants_trained(chosen) else found
+    return [*found, wire.AFTER] if "losses" in wants_trained(chosen) else found

@@ -25,11 +25,12 @@ from evenhand.checks import EvenhandError, NoUsableClient, choice, number
 from evenhand.constraints import Cells, Leaning, Sums, View
 from evenhand.engine.groups import Told, looks_at_groups, said, told_columns
 from evenhand.engine.sampling import Sampling
+from evenhand.engine.simulation import wants_trained
 from evenhand.flower import wire
 from evenhand.flower.correction import Correcting
 from evenhand.flower.door import Door
 from evenhand.flower.exchange import Exchange, Sorted
-from evenhand.flower.needs import can_federate, surveys_first, wanted, wants_trained
+from evenhand.flower.needs import can_federate, surveys_first, wanted
 from evenhand.flower.replies import Heard, Reader, evaluation, served
 from evenhand.flower.roster import Roster, plain_sampling
 from evenhand.flower.wire import Form, Unusable
@@ -498,7 +499,7 @@ class FairStrategy(Strategy):
         opened = open_round(
             chosen,
             Updates(self._layout, (heard.rows,), len(heard.rows)),
-            losses=heard.trained if wants_trained(chosen) else heard.losses,
+            losses=heard.trained if "losses" in wants_trained(chosen) else heard.losses,
             sizes=heard.sizes if leaning is None or leaning.sizes is None else leaning.sizes,
             accuracies=heard.accuracies,
             **fairness,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from io import BytesIO
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -35,6 +35,7 @@ SAMPLES, LOSS, ACCURACY, TRAINED_LOSS = "num-examples", "loss", "accuracy", "tra
 TRIAL_LOSSES, PREDICTED, TEST_SAMPLES = "trial-losses", "predicted", "num-test-examples"
 
 Numbers = np.ndarray[Any, np.dtype[Any]]
+Record = TypeVar("Record", ArrayRecord, MetricRecord)
 FLOATS = (np.float16, np.float32, np.float64)
 
 
@@ -162,21 +163,19 @@ def numbers_in(content: RecordDict, name: str, count: int) -> Numbers:
 
 def metrics_in(content: RecordDict) -> MetricRecord:
     """The metrics of a reply: the record of that name, or the only one there is."""
-    records = content.metric_records
-    if METRICS in records:
-        return records[METRICS]
-    if len(records) != 1:
-        raise Unusable(f"it should hold one MetricRecord and holds {len(records)}")
-    return next(iter(records.values()))
+    return _record_in(content.metric_records, METRICS, "MetricRecord")
 
 
 def model_in(content: RecordDict, name: str = ARRAYS) -> ArrayRecord:
     """The model of a message: the record of that name, or the only one there is."""
-    records = content.array_records
+    return _record_in(content.array_records, name, "ArrayRecord")
+
+
+def _record_in(records: Mapping[str, Record], name: str, kind: str) -> Record:
     if name in records:
         return records[name]
     if len(records) != 1:
-        raise Unusable(f"it should hold one ArrayRecord and holds {len(records)}")
+        raise Unusable(f"it should hold one {kind} and holds {len(records)}")
     return next(iter(records.values()))
 
 
