@@ -561,7 +561,7 @@ def side_by_side(places: Sequence[str | Path]) -> Comparison:
 def _differences(one: Experiment, other: Experiment) -> list[str]:
     """The settings that two experiments do not share, but for the method and where and how it is computed."""
     here, there = (entry.to_dict() for entry in (one, other))
-    ignored = {"method", "data_dir", "device", "program", "chunk", "keep_on"}
+    ignored = {"method", "data_dir", "device", "program", "precision", "chunk", "keep_on"}
     return [name for name in here if name not in ignored and here[name] != there[name]]
 
 

@@ -34,7 +34,7 @@ from evenhand.constraints import Cells
 from evenhand.data import SUFFIXES, Dataset, Noise, Partition, load, partition
 from evenhand.engine.sampling import Sampling
 from evenhand.engine.simulation import MEASURES, Replica, Settings, Simulation
-from evenhand.engine.training import LocalWork, Shape
+from evenhand.engine.training import PRECISIONS, LocalWork, Shape
 from evenhand.folders import (
     CHECKPOINT_EVERY,
     DESCRIPTION,
@@ -90,6 +90,7 @@ class Experiment:
     seeds: tuple[int, ...] = (0,)
     device: str = AUTO
     program: str = AUTO
+    precision: str = "tf32"  # of products on a GPU: "tf32" or "float32"; a CPU has the latter
     measure: str = "all"  # of each round's participants: "all" (losses before and after), "losses", or "needed"
     chunk: int | None = None  # clients trained at once, where all of a round's are too many for the memory
     keep_on: str = AUTO  # where absent clients' updates are kept: "auto" is where they were computed
@@ -109,6 +110,7 @@ class Experiment:
         if self.noise is not None:
             Noise.parse(self.noise)
         choice("measure", self.measure, tuple(MEASURES))
+        choice("precision", self.precision, tuple(PRECISIONS))
         if self.chunk is not None:
             number("chunk", self.chunk, low=1, whole=True)
         choice("keep_on", self.keep_on, (AUTO, "cpu"))
@@ -335,6 +337,7 @@ def prepare(
         eval_every=experiment.eval_every,
         measure=experiment.measure,
         program=experiment.program,
+        precision=experiment.precision,
         chunk=experiment.chunk,
         keep_on=None if experiment.keep_on == AUTO else torch.device(experiment.keep_on),
     )

@@ -34,7 +34,7 @@ from evenhand.runs import Run
 APART = ("personal", "similarity", "correction")  # objectives that carry models or stages of their own
 CSV, SERIES = "results.csv", "series.csv"
 # What does not change a number, or has a column of its own.
-ASIDE = ("seeds", "device", "data_dir", "program", "chunk", "keep_on", "eval_every", "measure")
+ASIDE = ("seeds", "device", "data_dir", "program", "precision", "chunk", "keep_on", "eval_every", "measure")
 # Settings that came later: at these values they change nothing, and what was run before them still counts.
 LATER = {"fedlf_code": False, "accuracies": "received"}
 WHOSE = ("part", "row", "quirks", "seed", "digest", "at")

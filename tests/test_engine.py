@@ -14,8 +14,9 @@ from torch.func import functional_call
 
 from evenhand.checks import EvenhandError
 from evenhand.engine.batches import Batches, join, plan
+from evenhand.engine.choice import choose_program
 from evenhand.engine.graphs import Replayed
-from evenhand.engine.programs import Batched, FeedForward, Sequential, choose_program
+from evenhand.engine.programs import Batched, FeedForward, Sequential
 from evenhand.engine.sampling import Sampling
 from evenhand.engine.training import Columns, Local, LocalWork, Shape
 from evenhand.experiment import Experiment, prepare, simulate
@@ -155,6 +156,10 @@ def test_feed_forward_networks_are_recognised_and_others_are_not():
     assert choose_program(large, "batched").name == "batched"
     with pytest.raises(EvenhandError, match="Flatten, Linear and ReLU"):
         choose_program(nn.Linear(3, 2), "feed-forward")
+    with pytest.raises(EvenhandError, match="needs a CUDA GPU"):
+        choose_program(build("mlp", (12,), 4), "fused", torch.device("cpu"))
+    with pytest.raises(EvenhandError, match="pooled convolutions"):
+        choose_program(small, "fused")
 
 
 def test_a_model_with_buffers_is_refused_with_a_way_out():

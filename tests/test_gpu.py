@@ -13,10 +13,11 @@ from evenhand.methods import method
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 SMALL = {"data": "digits", "clients": 12, "rounds": 8, "eval_every": 4, "work.batch_size": 16, "seeds": [0, 1]}
+EXACT = {"precision": "float32"}
 
 
 def simulation_of(name: str, device: str = "cuda", **settings) -> Simulation:
-    experiment = Experiment().with_settings({**SMALL, "device": device, **settings, "method": method(name)})
+    experiment = Experiment().with_settings({**SMALL, **EXACT, "device": device, **settings, "method": method(name)})
     return prepare(experiment)
 
 
@@ -35,9 +36,11 @@ def continued(tmp_path, name: str, **settings) -> Simulation:
 
 
 @pytest.mark.parametrize("name", ["fedavg", "fedlf", "even", "fedfv", "ditto", "afl", "fedmdfg", "fedcka"])
-@pytest.mark.parametrize("model", ["mlp", "cnn"])
+@pytest.mark.parametrize("model", ["mlp", "own", "cnn-mnist"])
 def test_a_run_can_be_repeated_and_resumed_to_the_last_bit(name, model, tmp_path):
-    settings = {} if model == "mlp" else {"model": f"{__name__}:convolution", "rounds": 4}
+    settings = {"model": f"{__name__}:convolution" if model == "own" else model, "rounds": 4, "precision": "tf32"}
+    if model == "cnn-mnist":
+        settings["model_options"] = {"padding": 2, "hidden": 32}
     once, again = (finals(simulation_of(name, **settings)) for _ in range(2))
     assert torch.equal(once, again)
     assert torch.equal(finals(continued(tmp_path, name, **settings)), once)
@@ -71,7 +74,12 @@ def test_the_gpu_gives_the_cpus_numbers(name):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"chunk": 2}, {"keep_on": "cpu"}, {"program": "batched"}, {"program": "sequential"}]
+    "settings",
+    [
+        {"chunk": 2},
+        {"keep_on": "cpu"},
+        *({"program": name} for name in ("fused", "feed-forward", "batched", "sequential")),
+    ],
 )
 def test_how_it_is_computed_does_not_matter(settings):
     found, expected = finals(simulation_of("even", **settings)), finals(simulation_of("even"))

@@ -23,10 +23,6 @@ from torch.nn import functional
 
 from evenhand.checks import EvenhandError
 
-PROGRAMS = ("auto", "feed-forward", "batched", "sequential")
-
-SMALL = 400_000  # parameters up to which a CPU is faster with all rows of a convolutional network at once
-
 FLAT = 1e-12  # added to a squared length of at least 1/samples, so that samples which are all alike have no likeness
 
 Tensors = dict[str, Tensor]
@@ -273,11 +269,20 @@ class Batched:
         return list(found.values()), scores
 
 
+class Layer(NamedTuple):
+    """A linear layer of a network, and whether ReLU follows."""
+
+    name: str
+    biased: bool
+    relu: bool
+
+
 class FeedForward:
     """Flatten, Linear and ReLU: forward and backward as batched matrix products."""
 
     name = "feed-forward"
     random = False
+    convolves = False
 
     def __init__(self, module: nn.Module) -> None:
         self.layers = feed_forward_layers(module)
@@ -287,26 +292,6 @@ class FeedForward:
 
     def scores(self, tensors: Tensors, inputs: Tensor) -> Tensor:
         return self._forward(tensors, inputs)[-1]
-
-    def _forward(self, tensors: Tensors, inputs: Tensor) -> list[Tensor]:
-        """Activations: the input of every linear layer, and the scores last."""
-        activations = [inputs.flatten(2)]
-        for number, (name, biased, rectified) in enumerate(self.layers):
-            weight = tensors[f"{name}.weight"].transpose(1, 2)
-            out = (
-                torch.bmm(activations[-1], weight)
-                if not biased
-                else torch.baddbmm(tensors[f"{name}.bias"].unsqueeze(1), activations[-1], weight)
-            )
-            activations.append(out.relu_() if rectified and number + 1 < len(self.layers) else out)
-        return activations
-
-    def _error(self, scores: Tensor, targets: Tensor, weights: Tensor, lean: Lean | None) -> Tensor:
-        """Derivative of the weighted cross-entropy, and of what leans on it, with respect to the scores."""
-        error = torch.softmax(scores, dim=-1)
-        error.scatter_add_(2, targets.unsqueeze(2), scores.new_full((), -1.0).expand(*targets.shape, 1))
-        error.mul_(weights.unsqueeze(2))
-        return error if lean is None else error.add_(lean.error(scores))
 
     def relations(self, count: int, tensors: Tensors, inputs: Tensor, real: Tensor) -> Tensor:
         return self._mapped.relations(count, tensors, inputs, real)
@@ -324,16 +309,8 @@ class FeedForward:
             return self._mapped.gradients(tensors, inputs, targets, weights, lean, likeness)
         activations = self._forward(tensors, inputs)
         scores = activations.pop()
-        error = self._error(scores, targets, weights, lean)
         found: Tensors = {}
-        for depth in reversed(range(len(self.layers))):
-            name, biased, _ = self.layers[depth]
-            found[f"{name}.weight"] = torch.bmm(error.transpose(1, 2), activations[depth])
-            if biased:
-                found[f"{name}.bias"] = error.sum(1)
-            if depth:
-                error = torch.bmm(error, tensors[f"{name}.weight"])
-                self._gate(error, activations[depth], depth)
+        self._back(tensors, activations, self._error(scores, targets, weights, lean), found)
         return [found[name] for name in tensors], scores
 
     def step(
@@ -342,52 +319,71 @@ class FeedForward:
         """One step of plain SGD (the weights carry the learning rate), folded into the products that form it."""
         activations = self._forward(tensors, inputs)
         scores = activations.pop()
-        error = self._error(scores, targets, weights, lean)
-        for depth in reversed(range(len(self.layers))):
-            name, biased, _ = self.layers[depth]
-            weight = tensors[f"{name}.weight"]
-            below = torch.bmm(error, weight) if depth else error
-            weight.baddbmm_(error.transpose(1, 2), activations[depth], alpha=-1.0)
-            if biased:
-                tensors[f"{name}.bias"].sub_(error.sum(1))
-            if depth:
-                error = below
-                self._gate(error, activations[depth], depth)
+        self._back(tensors, activations, self._error(scores, targets, weights, lean), None)
         return scores
 
-    def _gate(self, error: Tensor, activation: Tensor, depth: int) -> None:
-        if self.layers[depth - 1][2]:
-            error.mul_(activation > 0)
+    def _forward(self, tensors: Tensors, inputs: Tensor) -> list[Tensor]:
+        """Activations: the input of every linear layer, and the scores last."""
+        activations = [inputs.flatten(2)]
+        for layer in self.layers:
+            activations.append(self._layer(tensors, layer, activations[-1]))
+        return activations
+
+    def _layer(self, tensors: Tensors, layer: Layer, x: Tensor) -> Tensor:
+        weight = tensors[f"{layer.name}.weight"].transpose(1, 2)
+        if layer.biased:
+            out = torch.baddbmm(tensors[f"{layer.name}.bias"].unsqueeze(1), x, weight)
+        else:
+            out = torch.bmm(x, weight)
+        return out.relu_() if layer.relu else out
+
+    def _error(self, scores: Tensor, targets: Tensor, weights: Tensor, lean: Lean | None) -> Tensor:
+        """Derivative of the weighted cross-entropy, and of what leans on it, with respect to the scores."""
+        error = torch.softmax(scores, dim=-1)
+        error.scatter_add_(2, targets.unsqueeze(2), scores.new_full((), -1.0).expand(*targets.shape, 1))
+        error.mul_(weights.unsqueeze(2))
+        return error if lean is None else error.add_(lean.error(scores))
+
+    def _back(self, tensors: Tensors, activations: list[Tensor], error: Tensor, found: Tensors | None) -> None:
+        """From the scores' error down: gradients are found or, without a place for them, taken off the weights."""
+        for depth in reversed(range(len(self.layers))):
+            gated = depth > 0 and self.layers[depth - 1].relu
+            error = self._layer_back(tensors, self.layers[depth], activations[depth], error, depth > 0, gated, found)
+
+    def _layer_back(
+        self,
+        tensors: Tensors,
+        layer: Layer,
+        x: Tensor,
+        error: Tensor,
+        below: bool,
+        gated: bool,
+        found: Tensors | None,
+    ) -> Tensor:
+        """One layer's part of it; returns the error below, where it is wanted."""
+        weight, bias = f"{layer.name}.weight", f"{layer.name}.bias"
+        down = torch.bmm(error, tensors[weight]) if below else error
+        if found is None:
+            tensors[weight].baddbmm_(error.transpose(1, 2), x, alpha=-1.0)
+            if layer.biased:
+                tensors[bias].sub_(error.sum(1))
+        else:
+            found[weight] = torch.bmm(error.transpose(1, 2), x)
+            if layer.biased:
+                found[bias] = error.sum(1)
+        return down.mul_(x > 0) if below and gated else down
 
 
-def feed_forward_layers(module: nn.Module) -> list[tuple[str, bool, bool]]:
-    """(name, has bias, ReLU follows) of every Linear layer; empty where the module is anything else."""
+def feed_forward_layers(module: nn.Module) -> list[Layer]:
+    """Every Linear layer; none where the module is anything but these, ReLU and an opening Flatten."""
     if not isinstance(module, nn.Sequential) or not all(p.requires_grad for p in module.parameters()):
         return []
-    layers: list[tuple[str, bool, bool]] = []
+    layers: list[Layer] = []
     for name, child in module.named_children():
         if isinstance(child, nn.Linear):
-            layers.append((name, child.bias is not None, False))
-        elif isinstance(child, nn.ReLU) and layers and not layers[-1][2]:
-            layers[-1] = (*layers[-1][:2], True)
+            layers.append(Layer(name, child.bias is not None, False))
+        elif isinstance(child, nn.ReLU) and layers and not layers[-1].relu:
+            layers[-1] = layers[-1]._replace(relu=True)
         elif not (isinstance(child, nn.Flatten) and not layers):
             return []
-    return layers if layers and not layers[-1][2] else []
-
-
-def choose_program(module: nn.Module, wanted: str = "auto", device: torch.device | None = None) -> Program:
-    """The program that trains this module; 'auto' takes the one that is faster for its kind.
-
-    The choice follows the kind of network and not a stopwatch, so that the same command gives the same numbers.
-    Convolutions with a filter for every row are slow, on a CPU once they are large (docs/benchmarks.md).
-    """
-    if wanted not in PROGRAMS:
-        raise EvenhandError(f"program={wanted!r} is not one of {', '.join(map(repr, PROGRAMS))}")
-    if wanted == "feed-forward" or (wanted == "auto" and feed_forward_layers(module)):
-        return FeedForward(module)
-    convolves = any(isinstance(part, nn.modules.conv._ConvNd) for part in module.modules())
-    large = sum(parameter.numel() for parameter in module.parameters()) > SMALL
-    on_cpu = device is None or device.type == "cpu"
-    if wanted == "sequential" or (wanted == "auto" and convolves and (large or not on_cpu)):
-        return Sequential(module)
-    return Batched(module)
+    return layers if layers and not layers[-1].relu else []

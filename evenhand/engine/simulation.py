@@ -18,10 +18,11 @@ from evenhand.checks import EvenhandError, NoUsableClient
 from evenhand.constraints import Leaning, Sums, View
 from evenhand.data import Dataset, Partition, Split
 from evenhand.engine.batches import Batches, Indices, Plan, Samples, gather, join, mixed, plan, relabelled
+from evenhand.engine.choice import choose_program
 from evenhand.engine.correction import Course, log_probabilities
 from evenhand.engine.graphs import Replayed
 from evenhand.engine.groups import Told, cells_of, check_groups, looks_at_groups, said, sharpness, told_columns
-from evenhand.engine.programs import choose_program, layers_of
+from evenhand.engine.programs import layers_of
 from evenhand.engine.sampling import Sampling
 from evenhand.engine.training import Asked, Columns, Local, LocalWork, Shape, evaluate, samples_at_once
 from evenhand.geometry import Layout, Updates, launch, read_updates, settle, to_numpy
@@ -86,6 +87,7 @@ class Settings:
     eval_every: int = 10
     measure: str = "all"  # what is measured in each round on the participants' own data (MEASURES)
     program: str = "auto"
+    precision: str = "tf32"  # of local training and evaluation on a GPU (PRECISIONS)
     chunk: int | None = None  # rows trained at once; None is all
     keep_on: torch.device | None = None  # where absent clients' updates are kept, if not on the device
 
@@ -146,7 +148,7 @@ class Simulation:
         self.dataset, self.module, self.settings, self.device = dataset, module.to(device), settings, device
         self.inputs, self.targets = dataset.inputs.to(device), dataset.targets.to(device)
         self.shape = Shape.of(module)
-        program = choose_program(module, settings.program, device)
+        program = choose_program(module, settings.program, device, settings.precision)
         self.cells, codes = cells_of(dataset)
         where = None if codes is None else codes.to(device)
         self.local = Local(
@@ -157,6 +159,7 @@ class Simulation:
             settings.work,
             where,
             0 if self.cells is None else self.cells.count,
+            settings.precision,
         )
         self.replayed = Replayed() if Replayed.possible(device, program) else None
         self._ahead: Ready | None = None  # the next round, prepared while the device works
@@ -685,7 +688,15 @@ class Simulation:
 
     def _asked(self, samples: Samples) -> Asked:
         at_once = samples_at_once(self.local.program, self.device)
-        return Asked(self.inputs, self.targets, samples, at_once, self.local.cells, self.local.cell_count)
+        return Asked(
+            self.inputs,
+            self.targets,
+            samples,
+            at_once,
+            self.local.cells,
+            self.local.cell_count,
+            self.settings.precision,
+        )
 
     def _losses(self, models: Tensor, samples: Samples) -> tuple[Floats, Floats, Integers | None]:
         """Mean loss and accuracy on several clients' samples, NaN for a client without any; predictions by cell."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import torch
@@ -17,6 +18,10 @@ from evenhand.engine.batches import Batches, Samples
 from evenhand.engine.programs import FeedForward, Lean, Likeness, Program, Sequential, answering
 from evenhand.geometry import STRETCH
 
+PRECISIONS = {
+    "tf32": "products and convolutions on a GPU's matrix units, which read 10 bits after the point",
+    "float32": "in full float32",
+}
 AT_ONCE = 8192  # samples of a feed-forward network measured at once
 AT_ONCE_LARGE = {"cpu": 256, "cuda": 1024}  # of others, whose activations may be large
 STREAMS = 16  # rows of the sequential program that a GPU works on at the same time
@@ -118,13 +123,22 @@ class Shape:
 
 
 @contextmanager
-def repeatable() -> Iterator[None]:
-    """Convolutions on a GPU by algorithms that give the same bits every time."""
-    before, torch.backends.cudnn.deterministic = torch.backends.cudnn.deterministic, True
+def arithmetic(precision: str) -> Iterator[None]:
+    """On a GPU: the precision of products and convolutions, by algorithms that give the same bits every time."""
+    matmul, cudnn, fast = torch.backends.cuda.matmul, torch.backends.cudnn, precision == "tf32"
+    wanted: list[tuple[Any, str, Any]] = [(cudnn, "deterministic", True)]
+    if hasattr(matmul, "fp32_precision"):
+        wanted += [(owner, "fp32_precision", "tf32" if fast else "ieee") for owner in (matmul, cudnn.conv)]  # type: ignore[attr-defined]
+    else:  # torch before 2.9
+        wanted += [(owner, "allow_tf32", fast) for owner in (matmul, cudnn)]
+    before = [getattr(owner, name) for owner, name, _ in wanted]
     try:
+        for owner, name, value in wanted:
+            setattr(owner, name, value)
         yield
     finally:
-        torch.backends.cudnn.deterministic = before
+        for (owner, name, _), value in zip(wanted, before, strict=True):
+            setattr(owner, name, value)
 
 
 class Side:
@@ -216,6 +230,19 @@ class Following:
         means += seen / (seen + MEMORY) * (here - means)
 
 
+def _precisely(work: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of Local in the arithmetic that it is asked for."""
+
+    @wraps(work)
+    def precise(local: Local, *given: Any, **named: Any) -> Any:
+        if not local.inputs.is_cuda:
+            return work(local, *given, **named)
+        with arithmetic(local.precision):
+            return work(local, *given, **named)
+
+    return precise
+
+
 @dataclass(frozen=True)
 class Local:
     """The cohort's part of a round on one data set: everything but the plan and the models."""
@@ -227,8 +254,9 @@ class Local:
     work: LocalWork
     cells: Tensor | None = None  # of each sample, where groups are looked at
     cell_count: int = 0
+    precision: str = "float32"  # of products on a GPU (PRECISIONS)
 
-    @repeatable()
+    @_precisely
     def round(
         self,
         models: Tensor,
@@ -269,12 +297,12 @@ class Local:
         side.join()
         return updates, measured
 
-    @repeatable()
+    @_precisely
     def train(self, rows: Tensor, received: Tensor, batches: Batches, columns: Columns) -> None:
         """Train every row in place, wherever it starts, with a pull towards `received`."""
         self._train(rows, received, batches, self._samples(batches), columns)
 
-    @repeatable()
+    @_precisely
     def measure(self, models: Tensor, batches: Batches, samples: Callable[[slice], Tensor] | None = None) -> Tensor:
         """Mean loss and accuracy of models on each row's own training data (2 x rows, float64)."""
         samples = samples or self._samples(batches)
@@ -290,7 +318,7 @@ class Local:
             total += _means(scores.view(*wanted.shape, -1), wanted, batches.shares[:, part].flatten(1))
         return total
 
-    @repeatable()
+    @_precisely
     def survey(self, models: Tensor, batches: Batches, sharpness: Tensor) -> Tensor:
         """Sums over each row's own training data by cell (rows x cells x (2 classes + 1), float64).
 
@@ -460,7 +488,9 @@ def _means(scores: Tensor, targets: Tensor, shares: Tensor) -> Tensor:
 
 def samples_at_once(program: Program, device: torch.device) -> int:
     """How many samples are measured at once."""
-    return AT_ONCE if isinstance(program, FeedForward) else AT_ONCE_LARGE.get(device.type, 256)
+    return (
+        AT_ONCE if isinstance(program, FeedForward) and not program.convolves else AT_ONCE_LARGE.get(device.type, 256)
+    )
 
 
 @dataclass(frozen=True)
@@ -473,10 +503,10 @@ class Asked:
     at_once: int = AT_ONCE
     cells: Tensor | None = None
     cell_count: int = 0
+    precision: str = "float32"
 
 
 @torch.no_grad()
-@repeatable()
 def evaluate(module: nn.Module, shape: Shape, models: Tensor, asked: Asked) -> tuple[Tensor, Tensor | None]:
     """Sums of losses and of right answers on each client's samples (2 x clients, float64).
 
@@ -491,7 +521,7 @@ def evaluate(module: nn.Module, shape: Shape, models: Tensor, asked: Asked) -> t
     for start in range(0, len(samples.indices), asked.at_once):
         part = slice(start, start + asked.at_once)
         index = samples.indices[part]
-        with answering(module):
+        with answering(module), arithmetic(asked.precision):
             scores = [functional_call(module, tensors, (asked.inputs[index],)) for tensors in each]
         answer = scores[0]
         if len(scores) > 1:

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from evenhand.constraints import Sums, View
 from evenhand.engine.batches import OPTIONAL, Batches, Plan, gather, mixed, plan, relabelled
+from evenhand.engine.choice import choose_program
 from evenhand.engine.correction import dimensions, log_probabilities, upper
 from evenhand.engine.groups import cells_of, looks_at_groups, sharpness, told_columns
-from evenhand.engine.programs import choose_program
 from evenhand.engine.simulation import likeness_of, mixup_of, pull_of
 from evenhand.engine.training import Asked, Columns, Local, Shape, evaluate, samples_at_once
 from evenhand.flower import correction, wire
@@ -96,7 +96,8 @@ class Site:
         self.shape = Shape.of(self.module)
         self.start = self.shape.flat(self.module).to(self.device)
         self.cells, codes = cells_of(dataset)
-        program = choose_program(self.module, deployment.experiment.program, self.device)
+        experiment = deployment.experiment
+        program = choose_program(self.module, experiment.program, self.device, experiment.precision)
         self.local = Local(
             program,
             self.shape,
@@ -105,6 +106,7 @@ class Site:
             self.work,
             None if codes is None else codes.to(self.device),
             0 if self.cells is None else self.cells.count,
+            experiment.precision,
         )
 
     def flat(self, arrays: Mapping[str, Tensor]) -> Tensor:

@@ -1,0 +1,177 @@
+"""The program of a GPU: pooled convolutions, linear layers and ReLU by kernels that serve all rows at once."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from evenhand.checks import EvenhandError
+from evenhand.engine.programs import Batched, FeedForward, Layer, Lean, Tensors, feed_forward_layers
+from evenhand.models.networks import PooledConv2d
+
+WIDEST = 128  # samples, channels and classes that one program of the kernels holds at once
+
+
+class Convolution(NamedTuple):
+    """A layer of convolution, 2x2 max-pooling and, where it is so, ReLU."""
+
+    name: str
+    size: int
+    padding: int
+    relu: bool
+
+
+class Opening(NamedTuple):
+    """What comes before a network's linear layers: its images' form, and convolutions."""
+
+    form: nn.Module | None
+    convolutions: tuple[Convolution, ...]
+
+
+def fused_layers(module: nn.Module) -> tuple[Opening, list[Layer]]:
+    """A network's layers; no linear ones where there is anything that the kernels do not know."""
+    nothing: tuple[Opening, list[Layer]] = (Opening(None, ()), [])
+    if not isinstance(module, nn.Sequential):
+        return nothing
+    children = list(module.named_children())
+    form = children.pop(0)[1] if children and isinstance(children[0][1], nn.Unflatten) else None
+    convolutions = []
+    while children and type(children[0][1]) is PooledConv2d:
+        name, part = children.pop(0)
+        assert isinstance(part, PooledConv2d)
+        if max(part.in_channels, part.out_channels) > WIDEST or not all(p.requires_grad for p in part.parameters()):
+            return nothing
+        convolutions.append(Convolution(name, part.kernel_size[0], int(part.padding[0]), part.relu))
+    if (form is not None or convolutions) and not (children and isinstance(children[0][1], nn.Flatten)):
+        return nothing
+    return Opening(form, tuple(convolutions)), feed_forward_layers(nn.Sequential(OrderedDict(children)))
+
+
+class Fused(FeedForward):
+    """Forward and backward written out, a kernel a layer; linear layers of wider batches are the library's products."""
+
+    name = "fused"
+
+    def __init__(self, module: nn.Module, device: torch.device | None = None, precision: str = "tf32") -> None:
+        self.opening, self.layers = fused_layers(module)
+        if not self.layers:
+            raise EvenhandError("program='fused' trains networks of pooled convolutions, Linear and ReLU layers alone")
+        if not _served(device):
+            raise EvenhandError(
+                "program='fused' needs a CUDA GPU of compute capability 8.0 or more and Triton, which comes with "
+                "PyTorch for CUDA; use program='auto'"
+            )
+        from evenhand.engine import kernels
+
+        self.kernels: Any = kernels
+        self.convolves = bool(self.opening.convolutions)
+        self.precision = {"tf32": "tf32", "float32": "ieee"}[precision]
+        self._mapped = Batched(module)  # for what is not written out
+
+    @staticmethod
+    def fits(module: nn.Module, device: torch.device | None) -> bool:
+        """Whether this program can train the module here."""
+        return bool(fused_layers(module)[1]) and _served(device)
+
+    def _forward(self, tensors: Tensors, inputs: Tensor) -> list[Tensor]:
+        """Of every convolution its images and which places won, then as in `FeedForward`."""
+        kept: list[Tensor] = []
+        if self.opening.convolutions:
+            rows, samples = inputs.shape[:2]
+            images = inputs.flatten(0, 1) if self.opening.form is None else self.opening.form(inputs.flatten(0, 1))
+            images = images.unflatten(0, (rows, samples)).permute(0, 1, 3, 4, 2).contiguous()
+            for name, _, padding, relu in self.opening.convolutions:
+                out, winner = self.kernels.convolve(
+                    images,
+                    tensors[f"{name}.weight"],
+                    tensors[f"{name}.bias"],
+                    padding=padding,
+                    relu=relu,
+                    precision=self.precision,
+                )
+                kept += [images, winner]
+                images = out
+            inputs = images.permute(0, 1, 4, 2, 3)  # a network flattens channel by channel
+        return [*kept, *super()._forward(tensors, inputs)]
+
+    def _layer(self, tensors: Tensors, layer: Layer, x: Tensor) -> Tensor:
+        if x.shape[1] > WIDEST:
+            return super()._layer(tensors, layer, x)
+        bias = tensors[f"{layer.name}.bias"] if layer.biased else None
+        weight = tensors[f"{layer.name}.weight"]
+        return self.kernels.linear(x, weight, bias, relu=layer.relu, precision=self.precision)
+
+    def _error(self, scores: Tensor, targets: Tensor, weights: Tensor, lean: Lean | None) -> Tensor:
+        if lean is not None or max(scores.shape[1:]) > WIDEST:
+            return super()._error(scores, targets, weights, lean)
+        return self.kernels.error(scores, targets, weights)
+
+    def _back(self, tensors: Tensors, activations: list[Tensor], error: Tensor, found: Tensors | None) -> None:
+        below = len(self.opening.convolutions)
+        kept, activations = activations[: 2 * below], activations[2 * below :]
+        for depth in reversed(range(len(self.layers))):
+            gated = depth > 0 and self.layers[depth - 1].relu
+            wanted = depth > 0 or below > 0
+            error = self._layer_back(tensors, self.layers[depth], activations[depth], error, wanted, gated, found)
+        if below:
+            self._convolutions_back(tensors, kept, error, found)
+
+    def _convolutions_back(self, tensors: Tensors, kept: list[Tensor], error: Tensor, found: Tensors | None) -> None:
+        for depth in reversed(range(len(self.opening.convolutions))):
+            name, size, padding, _ = self.opening.convolutions[depth]
+            images, winner = kept[2 * depth : 2 * depth + 2]
+            weight, bias = tensors[f"{name}.weight"], tensors[f"{name}.bias"]
+            if error.dim() == 3:  # from the linear layers, which know no places
+                rows, samples, high, wide, channels = winner.shape
+                error = error.view(rows, samples, channels, high, wide).permute(0, 1, 3, 4, 2).contiguous()
+            how = {"padding": padding, "precision": self.precision}
+            filters, biases = self.kernels.filters_back(error, winner, images, size, **how)
+            if depth:
+                error = self.kernels.images_back(error, winner, weight, images.shape, **how)
+            if found is None:
+                weight.sub_(filters)
+                bias.sub_(biases)
+            else:
+                found[f"{name}.weight"], found[f"{name}.bias"] = filters, biases
+
+    def _layer_back(
+        self,
+        tensors: Tensors,
+        layer: Layer,
+        x: Tensor,
+        error: Tensor,
+        below: bool,
+        gated: bool,
+        found: Tensors | None,
+    ) -> Tensor:
+        if x.shape[1] > WIDEST:
+            return super()._layer_back(tensors, layer, x, error, below, gated, found)
+        names = [f"{layer.name}.weight", *([f"{layer.name}.bias"] if layer.biased else [])]
+        given = [tensors[name] for name in names]
+        out = given if found is None else [torch.empty_like(tensor) for tensor in given]
+        if found is not None:
+            found.update(zip(names, out, strict=True))
+        down = self.kernels.linear_back(
+            error,
+            x,
+            given[0],
+            given[1] if layer.biased else None,
+            out[0],
+            out[1] if layer.biased else None,
+            below=below,
+            gated=gated,
+            step=found is None,
+            precision=self.precision,
+        )
+        return error if down is None else down
+
+
+def _served(device: torch.device | None) -> bool:
+    """Whether the kernels run on a device."""
+    if device is None or device.type != "cuda" or find_spec("triton") is None:
+        return False
+    return torch.cuda.is_available() and torch.cuda.get_device_capability(device) >= (8, 0)

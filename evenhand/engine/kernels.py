@@ -1,0 +1,332 @@
+"""GPU kernels for local training in which every row has weights of its own (Triton).
+
+A library's batched products need a launch for every product, bias, ReLU and update, and its convolutions know no row.
+Here a layer is one kernel forwards and one or two backwards: a layer's weights are read once, used for the error
+below, and written back updated; pooling, bias and ReLU happen where the convolution's sums are formed. Nothing is added
+up by atomics, so the same input gives the same bits. Sizes of blocks are those found fastest on an H200.
+
+Rows come first everywhere; weights are views of the rows' flat parameters. Images have their channels last. A
+convolution is followed by 2x2 max-pooling, whose winner (0 to 3; 4 where ReLU cut it off) is kept in a byte.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+WIDEST = 128  # samples, and channels, that one program holds at once
+
+
+@triton.jit
+def _linear(
+    x, weight, bias, out, samples, outputs, inputs, x_row, weight_row, bias_row,
+    RELU: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(1).to(tl.int64)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    m = tl.program_id(2) * BM + tl.arange(0, BM)
+    total = tl.zeros((BM, BN), dtype=tl.float32)
+    for start in range(0, inputs, BK):
+        k = start + tl.arange(0, BK)
+        inside = k[None, :] < inputs
+        a = tl.load(x + row * x_row + m[:, None] * inputs + k[None, :], mask=(m[:, None] < samples) & inside, other=0.0)
+        b = tl.load(
+            weight + row * weight_row + n[:, None] * inputs + k[None, :],
+            mask=(n[:, None] < outputs) & inside,
+            other=0.0,
+        )
+        total = tl.dot(a, tl.trans(b), total, input_precision=PRECISION)
+    if BIASED:
+        total += tl.load(bias + row * bias_row + n, mask=n < outputs, other=0.0)[None, :]
+    if RELU:
+        total = tl.maximum(total, 0.0)
+    here = out + row * samples * outputs + m[:, None] * outputs + n[None, :]
+    tl.store(here, total, mask=(m[:, None] < samples) & (n[None, :] < outputs))
+
+
+@triton.jit
+def _error(
+    scores, targets, weights, out, samples, classes, targets_row, weights_row, BM: tl.constexpr, BC: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    m, c = tl.arange(0, BM), tl.arange(0, BC)
+    real = (m[:, None] < samples) & (c[None, :] < classes)
+    place = row * samples * classes + m[:, None] * classes + c[None, :]
+    score = tl.load(scores + place, mask=real, other=-float("inf"))
+    score = tl.where(m[:, None] < samples, score, 0.0)
+    share = tl.exp(score - tl.max(score, axis=1)[:, None])
+    share = share / tl.sum(share, axis=1)[:, None]
+    target = tl.load(targets + row * targets_row + m, mask=m < samples, other=-1)
+    weight = tl.load(weights + row * weights_row + m, mask=m < samples, other=0.0)
+    found = (share - tl.where(c[None, :] == target[:, None], 1.0, 0.0)) * weight[:, None]
+    tl.store(out + place, found, mask=real)
+
+
+@triton.jit
+def _linear_back(
+    error, x, weight, bias, weight_out, bias_out, below, samples, outputs, inputs,
+    x_row, weight_row, bias_row, weight_out_row, bias_out_row,
+    BIASED: tl.constexpr, BELOW: tl.constexpr, GATED: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(1).to(tl.int64)
+    k = tl.program_id(0) * BK + tl.arange(0, BK)
+    m = tl.arange(0, BM)
+    real = (m[:, None] < samples) & (k[None, :] < inputs)
+    a = tl.load(x + row * x_row + m[:, None] * inputs + k[None, :], mask=real, other=0.0)
+    down = tl.zeros((BM, BK), dtype=tl.float32)
+    for start in range(0, outputs, BN):
+        n = start + tl.arange(0, BN)
+        here = error + row * samples * outputs + m[:, None] * outputs + n[None, :]
+        e = tl.load(here, mask=(m[:, None] < samples) & (n[None, :] < outputs), other=0.0)
+        inside = (n[:, None] < outputs) & (k[None, :] < inputs)
+        change = tl.dot(tl.trans(e), a, input_precision=PRECISION)
+        if BELOW or STEP:
+            w = tl.load(weight + row * weight_row + n[:, None] * inputs + k[None, :], mask=inside, other=0.0)
+            if BELOW:
+                down = tl.dot(e, w, down, input_precision=PRECISION)
+            if STEP:
+                change = w - change
+        tl.store(weight_out + row * weight_out_row + n[:, None] * inputs + k[None, :], change, mask=inside)
+        if BIASED and tl.program_id(0) == 0:
+            summed = tl.sum(e, axis=0)
+            if STEP:
+                summed = tl.load(bias + row * bias_row + n, mask=n < outputs, other=0.0) - summed
+            tl.store(bias_out + row * bias_out_row + n, summed, mask=n < outputs)
+    if BELOW:
+        if GATED:
+            down = tl.where(a > 0.0, down, 0.0)
+        tl.store(below + row * samples * inputs + m[:, None] * inputs + k[None, :], down, mask=real)
+
+
+@triton.jit
+def _convolve(
+    x, weight, bias, out, winner, images, bias_row,
+    H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, OUT: tl.constexpr, SIZE: tl.constexpr, PAD: tl.constexpr,
+    RELU: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Places in fours that are pooled together; weight is rows x (SIZE * SIZE * C) x OUT."""
+    HP: tl.constexpr = (H + 2 * PAD - SIZE + 1) // 2
+    WP: tl.constexpr = (W + 2 * PAD - SIZE + 1) // 2
+    ACROSS: tl.constexpr = SIZE * C
+    row = tl.program_id(1).to(tl.int64)
+    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    place = m // 4
+    image, y, c = place // (HP * WP), 2 * ((place // WP) % HP) + (m % 4) // 2 - PAD, 2 * (place % WP) + m % 2 - PAD
+    base = x + row * images * (H * W * C) + (image * (H * W * C) + y * (W * C) + c * C)[:, None]
+    o = tl.arange(0, BN)
+    total = tl.zeros((BM, BN), dtype=tl.float32)
+    for start in range(0, SIZE * ACROSS, BK):
+        k = start + tl.arange(0, BK)
+        i, j = k // ACROSS, k % ACROSS
+        real = (image[:, None] < images) & (k[None, :] < SIZE * ACROSS)
+        if PAD > 0:
+            down, along = y[:, None] + i[None, :], c[:, None] + (j // C)[None, :]
+            real = real & (down >= 0) & (down < H) & (along >= 0) & (along < W)
+        a = tl.load(base + (i * (W * C) + j)[None, :], mask=real, other=0.0)
+        b = tl.load(
+            weight + row * (SIZE * ACROSS * OUT) + k[:, None] * OUT + o[None, :],
+            mask=(k[:, None] < SIZE * ACROSS) & (o[None, :] < OUT), other=0.0,
+        )  # fmt: skip
+        total = tl.dot(a, b, total, input_precision=PRECISION)
+    largest, which = tl.max(tl.reshape(total, (BM // 4, 4, BN)), axis=1, return_indices=True)
+    largest += tl.load(bias + row * bias_row + o, mask=o < OUT, other=0.0)[None, :]
+    if RELU:
+        which = tl.where(largest > 0.0, which, 4)
+        largest = tl.maximum(largest, 0.0)
+    p = tl.program_id(0) * (BM // 4) + tl.arange(0, BM // 4)
+    there = row * images * (HP * WP * OUT) + p[:, None] * OUT + o[None, :]
+    real = (p[:, None] < images * HP * WP) & (o[None, :] < OUT)
+    tl.store(out + there, largest, mask=real)
+    tl.store(winner + there, which.to(tl.uint8), mask=real)
+
+
+@triton.jit
+def _filters_back(
+    x, error, winner, out, bias_out, images, rows, share,
+    H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, OUT: tl.constexpr, SIZE: tl.constexpr, PAD: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Gradients of filters and biases over one share of the places (shares x rows x OUT x (SIZE * SIZE * C))."""
+    HP: tl.constexpr = (H + 2 * PAD - SIZE + 1) // 2
+    WP: tl.constexpr = (W + 2 * PAD - SIZE + 1) // 2
+    ACROSS: tl.constexpr = SIZE * C
+    row = tl.program_id(1).to(tl.int64)
+    piece = tl.program_id(2)
+    k = tl.program_id(0) * BK + tl.arange(0, BK)
+    i, j = k // ACROSS, k % ACROSS
+    o = tl.arange(0, BN)
+    total = tl.zeros((BN, BK), dtype=tl.float32)
+    summed = tl.zeros((BN,), dtype=tl.float32)
+    for start in range(piece * share, piece * share + share, BM):
+        m = start + tl.arange(0, BM)
+        place = m // 4
+        image, y, c = place // (HP * WP), 2 * ((place // WP) % HP) + (m % 4) // 2 - PAD, 2 * (place % WP) + m % 2 - PAD
+        inside = (image < images) & (m < piece * share + share)
+        there = row * images * (HP * WP * OUT) + place[:, None] * OUT + o[None, :]
+        e = tl.load(error + there, mask=inside[:, None] & (o[None, :] < OUT), other=0.0)
+        won = tl.load(winner + there, mask=inside[:, None] & (o[None, :] < OUT), other=4)
+        e = tl.where(won == (m % 4)[:, None], e, 0.0)
+        real = inside[:, None] & (k[None, :] < SIZE * ACROSS)
+        if PAD > 0:
+            down, along = y[:, None] + i[None, :], c[:, None] + (j // C)[None, :]
+            real = real & (down >= 0) & (down < H) & (along >= 0) & (along < W)
+        base = x + row * images * (H * W * C) + (image * (H * W * C) + y * (W * C) + c * C)[:, None]
+        a = tl.load(base + (i * (W * C) + j)[None, :], mask=real, other=0.0)
+        total = tl.dot(tl.trans(e), a, total, input_precision=PRECISION)
+        summed += tl.sum(e, axis=0)
+    place = (piece * rows + row) * OUT + o
+    real = (o[:, None] < OUT) & (k[None, :] < SIZE * ACROSS)
+    tl.store(out + place[:, None] * (SIZE * ACROSS) + k[None, :], total, mask=real)
+    if tl.program_id(0) == 0:
+        tl.store(bias_out + place, summed, mask=o < OUT)
+
+
+@triton.jit
+def _images_back(
+    error, winner, weight, out, images,
+    H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, OUT: tl.constexpr, SIZE: tl.constexpr, PAD: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """The error at a convolution's input; weight is rows x (SIZE * SIZE * OUT) x C."""
+    HP: tl.constexpr = (H + 2 * PAD - SIZE + 1) // 2
+    WP: tl.constexpr = (W + 2 * PAD - SIZE + 1) // 2
+    row = tl.program_id(1).to(tl.int64)
+    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    image, y, c = m // (H * W), (m // W) % H, m % W
+    channel = tl.arange(0, BN)
+    total = tl.zeros((BM, BN), dtype=tl.float32)
+    for start in range(0, SIZE * SIZE * OUT, BK):
+        k = start + tl.arange(0, BK)
+        down = y[:, None] + PAD - (k // (SIZE * OUT))[None, :]
+        along = c[:, None] + PAD - ((k // OUT) % SIZE)[None, :]
+        real = (down >= 0) & (down < 2 * HP) & (along >= 0) & (along < 2 * WP)
+        real = real & (image[:, None] < images) & (k[None, :] < SIZE * SIZE * OUT)
+        there = ((image[:, None] * HP + down // 2) * WP + along // 2) * OUT + (k % OUT)[None, :]
+        there = row * images * (HP * WP * OUT) + there
+        e = tl.load(error + there, mask=real, other=0.0)
+        won = tl.load(winner + there, mask=real, other=4)
+        e = tl.where(won == (down % 2) * 2 + along % 2, e, 0.0)
+        b = tl.load(
+            weight + row * (SIZE * SIZE * OUT * C) + k[:, None] * C + channel[None, :],
+            mask=(k[:, None] < SIZE * SIZE * OUT) & (channel[None, :] < C), other=0.0,
+        )  # fmt: skip
+        total = tl.dot(e, b, total, input_precision=PRECISION)
+    there = row * images * (H * W * C) + m[:, None] * C + channel[None, :]
+    tl.store(out + there, total, mask=(image[:, None] < images) & (channel[None, :] < C))
+
+
+def _fit(count: int, most: int = WIDEST) -> int:
+    return max(16, min(most, triton.next_power_of_2(count)))
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, relu: bool, precision: str) -> Tensor:
+    """x W' + b of every row (rows x samples x outputs)."""
+    rows, samples, inputs = x.shape
+    outputs = weight.shape[1]
+    out = x.new_empty(rows, samples, outputs)
+    bm = _fit(samples, 64)
+    bn = 16 if rows * outputs * (samples // bm + 1) <= 16 * 264 else _fit(outputs, 64)
+    grid = (triton.cdiv(outputs, bn), rows, triton.cdiv(samples, bm))
+    _linear[grid](
+        x, weight, weight if bias is None else bias, out, samples, outputs, inputs,
+        x.stride(0), weight.stride(0), 0 if bias is None else bias.stride(0),
+        RELU=relu, BIASED=bias is not None, PRECISION=precision, BM=bm, BN=bn, BK=64,
+    )  # fmt: skip
+    return out
+
+
+def error(scores: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+    """Derivative of the weighted cross-entropy by the scores."""
+    rows, samples, classes = scores.shape
+    out = torch.empty_like(scores)
+    _error[(rows,)](
+        scores, targets, weights, out, samples, classes, targets.stride(0), weights.stride(0),
+        BM=triton.next_power_of_2(samples), BC=triton.next_power_of_2(classes),
+    )  # fmt: skip
+    return out
+
+
+def linear_back(
+    error: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    weight_out: Tensor,
+    bias_out: Tensor | None,
+    *,
+    below: bool,
+    gated: bool,
+    step: bool,
+    precision: str,
+) -> Tensor | None:
+    """The gradients, or with `step` the weights less the gradients, are put out; returns the error below."""
+    rows, samples, inputs = x.shape
+    outputs = weight.shape[1]
+    down = x.new_empty(rows, samples, inputs) if below else None
+    bk = 32 if rows * inputs <= 32 * 264 else 64
+    _linear_back[(triton.cdiv(inputs, bk), rows)](
+        error, x, weight, weight if bias is None else bias, weight_out, weight_out if bias_out is None else bias_out,
+        x if down is None else down, samples, outputs, inputs,
+        x.stride(0), weight.stride(0), 0 if bias is None else bias.stride(0),
+        weight_out.stride(0), 0 if bias_out is None else bias_out.stride(0),
+        BIASED=bias is not None, BELOW=below, GATED=gated, STEP=step, PRECISION=precision,
+        BM=_fit(samples), BN=_fit(outputs, 64), BK=bk,
+    )  # fmt: skip
+    return down
+
+
+def convolve(
+    x: Tensor, weight: Tensor, bias: Tensor, *, padding: int, relu: bool, precision: str
+) -> tuple[Tensor, Tensor]:
+    """Convolution, bias, pooling and ReLU of every row's images (rows x images x H x W x C): outcome and winners."""
+    rows, images, height, width, channels = x.shape
+    outputs, size = weight.shape[1], weight.shape[-1]
+    high, wide = ((side + 2 * padding - size + 1) // 2 for side in (height, width))
+    out = x.new_empty(rows, images, high, wide, outputs)
+    winner = torch.empty_like(out, dtype=torch.uint8)
+    filters = weight.permute(0, 3, 4, 2, 1).contiguous()
+    _convolve[(triton.cdiv(4 * images * high * wide, 256), rows)](
+        x, filters, bias, out, winner, images, bias.stride(0),
+        H=height, W=width, C=channels, OUT=outputs, SIZE=size, PAD=padding, RELU=relu, PRECISION=precision,
+        BM=256, BN=_fit(outputs), BK=32, num_warps=4, num_stages=2,
+    )  # fmt: skip
+    return out, winner
+
+
+def filters_back(
+    error: Tensor, winner: Tensor, x: Tensor, size: int, *, padding: int, precision: str
+) -> tuple[Tensor, Tensor]:
+    """Gradients of a convolution's filters (rows x outputs x channels x size x size) and biases."""
+    rows, images, height, width, channels = x.shape
+    outputs, places = error.shape[-1], 4 * error[0, ..., 0].numel()
+    bk = _fit(size * size * channels)
+    pieces = max(1, min(32, 1056 // (rows * triton.cdiv(size * size * channels, bk)), places // 512))
+    share = triton.cdiv(triton.cdiv(places, pieces), 64) * 64
+    found = x.new_empty(pieces, rows, outputs, size, size, channels)
+    summed = x.new_empty(pieces, rows, outputs)
+    _filters_back[(triton.cdiv(size * size * channels, bk), rows, pieces)](
+        x, error, winner, found, summed, images, rows, share,
+        H=height, W=width, C=channels, OUT=outputs, SIZE=size, PAD=padding, PRECISION=precision,
+        BM=64, BN=_fit(outputs), BK=bk, num_warps=4, num_stages=2,
+    )  # fmt: skip
+    return found.sum(0).permute(0, 1, 4, 2, 3), summed.sum(0)
+
+
+def images_back(
+    error: Tensor, winner: Tensor, weight: Tensor, shape: torch.Size, *, padding: int, precision: str
+) -> Tensor:
+    """The error at a convolution's input of the given shape."""
+    rows, images, height, width, channels = shape
+    outputs, size = weight.shape[1], weight.shape[-1]
+    out = error.new_empty(shape)
+    filters = weight.permute(0, 3, 4, 1, 2).contiguous()
+    _images_back[(triton.cdiv(images * height * width, 256), rows)](
+        error, winner, filters, out, images,
+        H=height, W=width, C=channels, OUT=outputs, SIZE=size, PAD=padding, PRECISION=precision,
+        BM=256, BN=_fit(channels), BK=32, num_warps=4, num_stages=2,
+    )  # fmt: skip
+    return out

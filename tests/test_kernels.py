@@ -1,0 +1,123 @@
+"""Kernels of the fused program against autograd, on a GPU or in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch.nn import functional
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
+pytest.importorskip("triton", reason="needs Triton, which comes with PyTorch for CUDA")
+
+from evenhand.engine import kernels
+from evenhand.engine.fused import Fused
+from evenhand.engine.programs import Batched
+from evenhand.engine.training import Shape, arithmetic
+from evenhand.models import build
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ROWS, CLOSE = 2, 2e-5
+
+
+def drawn(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(DEVICE)
+
+
+def near(found: torch.Tensor | None, expected: torch.Tensor | None) -> None:
+    assert found is not None
+    assert expected is not None
+    assert torch.linalg.vector_norm(found - expected) <= CLOSE * torch.linalg.vector_norm(expected)
+
+
+@pytest.mark.parametrize(("samples", "outputs", "inputs"), [(50, 20, 70), (3, 130, 33), (70, 10, 200)])
+@pytest.mark.parametrize("biased", [True, False])
+def test_linear_layers(samples, outputs, inputs, biased):
+    flat = drawn(ROWS, outputs * inputs + outputs + 5)  # weights are views of longer rows
+    weight = flat[:, : outputs * inputs].view(ROWS, outputs, inputs)
+    bias = flat[:, outputs * inputs : outputs * inputs + outputs] if biased else None
+    x, error = drawn(ROWS, samples, inputs).relu(), drawn(ROWS, samples, outputs)
+    plain = torch.bmm(x, weight.transpose(1, 2)) + (0.0 if bias is None else bias.unsqueeze(1))
+    near(kernels.linear(x, weight, bias, relu=True, precision="ieee"), plain.relu())
+    found = torch.empty(ROWS, outputs, inputs, device=DEVICE), torch.empty(ROWS, outputs, device=DEVICE)
+    how = {"below": True, "gated": True, "precision": "ieee"}
+    down = kernels.linear_back(error, x, weight, bias, found[0], found[1] if biased else None, step=False, **how)
+    near(found[0], torch.bmm(error.transpose(1, 2), x))
+    near(down, torch.bmm(error, weight) * (x > 0))
+    before = flat.clone()
+    kernels.linear_back(error, x, weight, bias, weight, bias, step=True, **how)
+    near(weight, before[:, : outputs * inputs].view_as(weight) - found[0])
+    if bias is not None:
+        near(found[1], error.sum(1))
+        near(bias, before[:, outputs * inputs : outputs * inputs + outputs] - found[1])
+    assert torch.equal(flat[:, outputs * inputs + outputs :], before[:, outputs * inputs + outputs :])
+
+
+def test_the_errors_of_scores():
+    scores, weights = drawn(ROWS, 50, 11), drawn(ROWS, 50).abs()
+    weights[:, 40:] = 0.0  # padding
+    targets = torch.randint(0, 11, (ROWS, 50), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    expected = (torch.softmax(scores, -1) - functional.one_hot(targets, 11)) * weights.unsqueeze(2)
+    found = kernels.error(scores, targets, weights)
+    near(found, expected)
+    assert not found[:, 40:].any()
+
+
+@pytest.mark.parametrize(
+    ("side", "channels", "outputs", "size", "padding", "relu"),
+    [(12, 3, 8, 5, 0, True), (10, 4, 6, 5, 2, True), (11, 2, 5, 3, 1, False)],
+)
+def test_pooled_convolutions(side, channels, outputs, size, padding, relu):
+    given = drawn(ROWS, 3, side, side, channels), drawn(ROWS, outputs, channels, size, size), drawn(ROWS, outputs)
+    given[0][:, 0] = 0.0  # of equal ones the first wins
+    x, weight, bias = (tensor.clone().requires_grad_() for tensor in given)
+    rows = [
+        functional.max_pool2d(functional.conv2d(x[row].permute(0, 3, 1, 2), weight[row], padding=padding), 2)
+        + bias[row][:, None, None]
+        for row in range(ROWS)
+    ]
+    expected = torch.stack(rows).permute(0, 1, 3, 4, 2)
+    expected = expected.relu() if relu else expected
+    error = drawn(*expected.shape)
+    expected.backward(error)
+    how = {"padding": padding, "precision": "ieee"}
+    out, winner = kernels.convolve(*given, relu=relu, **how)
+    near(out, expected.detach())
+    filters, biases = kernels.filters_back(error, winner, given[0], size, **how)
+    near(filters, weight.grad)
+    near(biases, bias.grad)
+    near(kernels.images_back(error, winner, given[1], given[0].shape, **how), x.grad)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize(
+    ("name", "shape", "options"),
+    [
+        ("mlp", (784,), {}),
+        ("logistic", (30,), {}),
+        ("cnn", (3, 32, 32), {}),
+        ("cnn-mnist", (784,), {"padding": 2}),
+        ("cnn-mnist", (28, 28), {"conv_relu": False}),
+    ],
+)
+@pytest.mark.parametrize("samples", [50, 200])
+def test_the_fused_program_gives_autograds_gradients(name, shape, options, samples):
+    module = build(name, shape, 10, seed=0, **options).to(DEVICE)
+    layout = Shape.of(module)
+    rows = layout.flat(module).to(DEVICE).repeat(3, 1)
+    inputs, weights = drawn(3, samples, *shape), torch.full((3, samples), 1.0 / samples, device=DEVICE)
+    targets = torch.arange(3 * samples, device=DEVICE).view(3, samples) % 10
+    expected, said = Batched(module).gradients(layout.views(rows.double()), inputs.double(), targets, weights.double())
+    for precision, tolerance in (("float32", 2e-3), ("tf32", 5e-2)):
+        program = Fused(module, DEVICE, precision)
+        with arithmetic(precision):
+            found, scores = program.gradients(layout.views(rows), inputs, targets, weights)
+            moved = rows.clone()
+            program.step(layout.views(moved), inputs, targets, weights)
+        assert torch.linalg.norm(scores - said) <= tolerance * torch.linalg.norm(said)
+        for one, other in zip(found, expected, strict=True):
+            assert torch.linalg.vector_norm(one - other) <= tolerance * torch.linalg.vector_norm(other)
+        for view, start, gradient in zip(layout.views(moved).values(), layout.views(rows).values(), found, strict=True):
+            torch.testing.assert_close(view, start - gradient)
