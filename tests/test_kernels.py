@@ -34,7 +34,8 @@ def near(found: torch.Tensor | None, expected: torch.Tensor | None) -> None:
 
 @pytest.mark.parametrize(("samples", "outputs", "inputs"), [(50, 20, 70), (3, 130, 33), (70, 10, 200)])
 @pytest.mark.parametrize("biased", [True, False])
-def test_linear_layers(samples, outputs, inputs, biased):
+@pytest.mark.parametrize("below", [True, False])
+def test_linear_layers(samples, outputs, inputs, biased, below):
     flat = drawn(ROWS, outputs * inputs + outputs + 5)  # weights are views of longer rows
     weight = flat[:, : outputs * inputs].view(ROWS, outputs, inputs)
     bias = flat[:, outputs * inputs : outputs * inputs + outputs] if biased else None
@@ -42,10 +43,11 @@ def test_linear_layers(samples, outputs, inputs, biased):
     plain = torch.bmm(x, weight.transpose(1, 2)) + (0.0 if bias is None else bias.unsqueeze(1))
     near(kernels.linear(x, weight, bias, relu=True, precision="ieee"), plain.relu())
     found = torch.empty(ROWS, outputs, inputs, device=DEVICE), torch.empty(ROWS, outputs, device=DEVICE)
-    how = {"below": True, "gated": True, "precision": "ieee"}
+    how = {"below": below, "gated": True, "precision": "ieee"}
     down = kernels.linear_back(error, x, weight, bias, found[0], found[1] if biased else None, step=False, **how)
     near(found[0], torch.bmm(error.transpose(1, 2), x))
-    near(down, torch.bmm(error, weight) * (x > 0))
+    if below:
+        near(down, torch.bmm(error, weight) * (x > 0))
     before = flat.clone()
     kernels.linear_back(error, x, weight, bias, weight, bias, step=True, **how)
     near(weight, before[:, : outputs * inputs].view_as(weight) - found[0])
@@ -53,6 +55,26 @@ def test_linear_layers(samples, outputs, inputs, biased):
         near(found[1], error.sum(1))
         near(bias, before[:, outputs * inputs : outputs * inputs + outputs] - found[1])
     assert torch.equal(flat[:, outputs * inputs + outputs :], before[:, outputs * inputs + outputs :])
+
+
+def test_rows_without_weight_stand_still():
+    x, weight, bias, error = drawn(ROWS, 9, 20), drawn(ROWS, 8, 20), drawn(ROWS, 8), drawn(ROWS, 9, 8)
+    active = torch.ones(ROWS, 9, device=DEVICE)
+    active[1] = 0.0
+    how = {"precision": "ieee", "active": active}
+    near(kernels.linear(x, weight, bias, relu=False, **how)[0], (x[0] @ weight[0].T) + bias[0])
+    moved = weight.clone(), bias.clone()
+    kernels.linear_back(error, x, weight, bias, *moved, below=False, gated=False, step=True, **how)
+    near(moved[0][0], weight[0] - error[0].T @ x[0])
+    assert torch.equal(moved[0][1], weight[1])
+    assert torch.equal(moved[1][1], bias[1])
+    images, filters, biases = drawn(ROWS, 9, 8, 8, 2), drawn(ROWS, 4, 2, 3, 3), drawn(ROWS, 4)
+    out, winner = kernels.convolve(images, filters, biases, padding=0, relu=True, precision="ieee")
+    error = drawn(*out.shape)
+    expected = kernels.filters_back(error, winner, images, 3, padding=0, precision="ieee")
+    for found, whole in zip(kernels.filters_back(error, winner, images, 3, padding=0, **how), expected, strict=True):
+        assert torch.equal(found[0], whole[0])
+        assert not found[1].any()
 
 
 def test_the_errors_of_scores():

@@ -71,11 +71,22 @@ class Fused(FeedForward):
         self.convolves = bool(self.opening.convolutions)
         self.precision = {"tf32": "tf32", "float32": "ieee"}[precision]
         self._mapped = Batched(module)  # for what is not written out
+        self._active: Tensor | None = None
 
     @staticmethod
     def fits(module: nn.Module, device: torch.device | None) -> bool:
         """Whether this program can train the module here."""
         return bool(fused_layers(module)[1]) and _served(device)
+
+    def step(
+        self, tensors: Tensors, inputs: Tensor, targets: Tensor, weights: Tensor, lean: Lean | None = None
+    ) -> Tensor:
+        narrow = lean is None and weights.shape[1] <= WIDEST
+        self._active = weights if narrow else None  # a row without any weight at this step is not even looked at
+        try:
+            return super().step(tensors, inputs, targets, weights, lean)
+        finally:
+            self._active = None
 
     def _forward(self, tensors: Tensors, inputs: Tensor) -> list[Tensor]:
         """Of every convolution its images and which places won, then as in `FeedForward`."""
@@ -92,6 +103,7 @@ class Fused(FeedForward):
                     padding=padding,
                     relu=relu,
                     precision=self.precision,
+                    active=self._active,
                 )
                 kept += [images, winner]
                 images = out
@@ -103,7 +115,8 @@ class Fused(FeedForward):
             return super()._layer(tensors, layer, x)
         bias = tensors[f"{layer.name}.bias"] if layer.biased else None
         weight = tensors[f"{layer.name}.weight"]
-        return self.kernels.linear(x, weight, bias, relu=layer.relu, precision=self.precision)
+        how = {"relu": layer.relu, "precision": self.precision, "active": self._active}
+        return self.kernels.linear(x, weight, bias, **how)
 
     def _error(self, scores: Tensor, targets: Tensor, weights: Tensor, lean: Lean | None) -> Tensor:
         if lean is not None or max(scores.shape[1:]) > WIDEST:
@@ -128,7 +141,7 @@ class Fused(FeedForward):
             if error.dim() == 3:  # from the linear layers, which know no places
                 rows, samples, high, wide, channels = winner.shape
                 error = error.view(rows, samples, channels, high, wide).permute(0, 1, 3, 4, 2).contiguous()
-            how = {"padding": padding, "precision": self.precision}
+            how = {"padding": padding, "precision": self.precision, "active": self._active}
             filters, biases = self.kernels.filters_back(error, winner, images, size, **how)
             if depth:
                 error = self.kernels.images_back(error, winner, weight, images.shape, **how)
@@ -166,6 +179,7 @@ class Fused(FeedForward):
             gated=gated,
             step=found is None,
             precision=self.precision,
+            active=self._active,
         )
         return error if down is None else down
 

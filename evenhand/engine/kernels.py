@@ -3,13 +3,16 @@
 A library's batched products need a launch for every product, bias, ReLU and update, and its convolutions know no row.
 Here a layer is one kernel forwards and one or two backwards: a layer's weights are read once, used for the error
 below, and written back updated; pooling, bias and ReLU happen where the convolution's sums are formed. Nothing is added
-up by atomics, so the same input gives the same bits. Sizes of blocks are those found fastest on an H200.
+up by atomics, so the same input gives the same bits. A row that stands still at a step is not even looked at. Sizes of
+blocks are those found fastest on an H200.
 
 Rows come first everywhere; weights are views of the rows' flat parameters. Images have their channels last. A
 convolution is followed by 2x2 max-pooling, whose winner (0 to 3; 4 where ReLU cut it off) is kept in a byte.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -20,12 +23,22 @@ WIDEST = 128  # samples, and channels, that one program holds at once
 
 
 @triton.jit
+def _still(weights, samples, BA: tl.constexpr):
+    """Whether none of a row's samples counts in this step."""
+    sample = tl.arange(0, BA)
+    return tl.max(tl.load(weights + sample, mask=sample < samples, other=0.0)) == 0.0
+
+
+@triton.jit
 def _linear(
-    x, weight, bias, out, samples, outputs, inputs, x_row, weight_row, bias_row,
-    RELU: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr,
+    x, weight, bias, out, active, samples, outputs, inputs, x_row, weight_row, bias_row, active_row,
+    SKIP: tl.constexpr, BA: tl.constexpr, RELU: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
+    if SKIP:
+        if _still(active + row * active_row, samples, BA):
+            return
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     m = tl.program_id(2) * BM + tl.arange(0, BM)
     total = tl.zeros((BM, BN), dtype=tl.float32)
@@ -67,12 +80,15 @@ def _error(
 
 @triton.jit
 def _linear_back(
-    error, x, weight, bias, weight_out, bias_out, below, samples, outputs, inputs,
-    x_row, weight_row, bias_row, weight_out_row, bias_out_row,
+    error, x, weight, bias, weight_out, bias_out, below, active, samples, outputs, inputs,
+    x_row, weight_row, bias_row, weight_out_row, bias_out_row, active_row, SKIP: tl.constexpr, BA: tl.constexpr,
     BIASED: tl.constexpr, BELOW: tl.constexpr, GATED: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
+    if SKIP:
+        if _still(active + row * active_row, samples, BA):
+            return
     k = tl.program_id(0) * BK + tl.arange(0, BK)
     m = tl.arange(0, BM)
     real = (m[:, None] < samples) & (k[None, :] < inputs)
@@ -91,11 +107,12 @@ def _linear_back(
             if STEP:
                 change = w - change
         tl.store(weight_out + row * weight_out_row + n[:, None] * inputs + k[None, :], change, mask=inside)
-        if BIASED and tl.program_id(0) == 0:
-            summed = tl.sum(e, axis=0)
-            if STEP:
-                summed = tl.load(bias + row * bias_row + n, mask=n < outputs, other=0.0) - summed
-            tl.store(bias_out + row * bias_out_row + n, summed, mask=n < outputs)
+        if BIASED:
+            if tl.program_id(0) == 0:
+                summed = tl.sum(e, axis=0)
+                if STEP:
+                    summed = tl.load(bias + row * bias_row + n, mask=n < outputs, other=0.0) - summed
+                tl.store(bias_out + row * bias_out_row + n, summed, mask=n < outputs)
     if BELOW:
         if GATED:
             down = tl.where(a > 0.0, down, 0.0)
@@ -104,7 +121,7 @@ def _linear_back(
 
 @triton.jit
 def _convolve(
-    x, weight, bias, out, winner, images, bias_row,
+    x, weight, bias, out, winner, active, images, bias_row, active_row, SKIP: tl.constexpr, BA: tl.constexpr,
     H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, OUT: tl.constexpr, SIZE: tl.constexpr, PAD: tl.constexpr,
     RELU: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
@@ -113,6 +130,9 @@ def _convolve(
     WP: tl.constexpr = (W + 2 * PAD - SIZE + 1) // 2
     ACROSS: tl.constexpr = SIZE * C
     row = tl.program_id(1).to(tl.int64)
+    if SKIP:
+        if _still(active + row * active_row, images, BA):
+            return
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     place = m // 4
     image, y, c = place // (HP * WP), 2 * ((place // WP) % HP) + (m % 4) // 2 - PAD, 2 * (place % WP) + m % 2 - PAD
@@ -146,7 +166,7 @@ def _convolve(
 
 @triton.jit
 def _filters_back(
-    x, error, winner, out, bias_out, images, rows, share,
+    x, error, winner, out, bias_out, active, images, rows, share, active_row, SKIP: tl.constexpr, BA: tl.constexpr,
     H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, OUT: tl.constexpr, SIZE: tl.constexpr, PAD: tl.constexpr,
     PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
@@ -161,7 +181,11 @@ def _filters_back(
     o = tl.arange(0, BN)
     total = tl.zeros((BN, BK), dtype=tl.float32)
     summed = tl.zeros((BN,), dtype=tl.float32)
-    for start in range(piece * share, piece * share + share, BM):
+    end = piece * share + share
+    if SKIP:
+        if _still(active + row * active_row, images, BA):
+            end = piece * share
+    for start in range(piece * share, end, BM):
         m = start + tl.arange(0, BM)
         place = m // 4
         image, y, c = place // (HP * WP), 2 * ((place // WP) % HP) + (m % 4) // 2 - PAD, 2 * (place % WP) + m % 2 - PAD
@@ -187,7 +211,7 @@ def _filters_back(
 
 @triton.jit
 def _images_back(
-    error, winner, weight, out, images,
+    error, winner, weight, out, active, images, active_row, SKIP: tl.constexpr, BA: tl.constexpr,
     H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, OUT: tl.constexpr, SIZE: tl.constexpr, PAD: tl.constexpr,
     PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
@@ -195,6 +219,9 @@ def _images_back(
     HP: tl.constexpr = (H + 2 * PAD - SIZE + 1) // 2
     WP: tl.constexpr = (W + 2 * PAD - SIZE + 1) // 2
     row = tl.program_id(1).to(tl.int64)
+    if SKIP:
+        if _still(active + row * active_row, images, BA):
+            return
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     image, y, c = m // (H * W), (m // W) % H, m % W
     channel = tl.arange(0, BN)
@@ -223,8 +250,18 @@ def _fit(count: int, most: int = WIDEST) -> int:
     return max(16, min(most, triton.next_power_of_2(count)))
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, relu: bool, precision: str) -> Tensor:
+def _moving(active: Tensor | None, like: Tensor) -> tuple[Tensor, int, dict[str, Any]]:
+    """The samples' weights (rows x samples), by which kernels see that a row stands still; None: none does."""
+    if active is None:
+        return like, 0, {"SKIP": False, "BA": 16}
+    return active, active.stride(0), {"SKIP": True, "BA": triton.next_power_of_2(active.shape[1])}
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, relu: bool, precision: str, active: Tensor | None = None
+) -> Tensor:
     """x W' + b of every row (rows x samples x outputs)."""
+    moving, moving_row, skip = _moving(active, x)
     rows, samples, inputs = x.shape
     outputs = weight.shape[1]
     out = x.new_empty(rows, samples, outputs)
@@ -232,9 +269,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, relu: bool, precis
     bn = 16 if rows * outputs * (samples // bm + 1) <= 16 * 264 else _fit(outputs, 64)
     grid = (triton.cdiv(outputs, bn), rows, triton.cdiv(samples, bm))
     _linear[grid](
-        x, weight, weight if bias is None else bias, out, samples, outputs, inputs,
-        x.stride(0), weight.stride(0), 0 if bias is None else bias.stride(0),
-        RELU=relu, BIASED=bias is not None, PRECISION=precision, BM=bm, BN=bn, BK=64,
+        x, weight, weight if bias is None else bias, out, moving, samples, outputs, inputs,
+        x.stride(0), weight.stride(0), 0 if bias is None else bias.stride(0), moving_row, **skip,
+        RELU=relu, BIASED=bias is not None, PRECISION=precision, BM=bm, BN=bn, BK=64, num_warps=8, num_stages=3,
     )  # fmt: skip
     return out
 
@@ -262,25 +299,34 @@ def linear_back(
     gated: bool,
     step: bool,
     precision: str,
+    active: Tensor | None = None,
 ) -> Tensor | None:
     """The gradients, or with `step` the weights less the gradients, are put out; returns the error below."""
+    moving, moving_row, skip = _moving(active, x)
     rows, samples, inputs = x.shape
     outputs = weight.shape[1]
     down = x.new_empty(rows, samples, inputs) if below else None
     bk = 32 if rows * inputs <= 32 * 264 else 64
     _linear_back[(triton.cdiv(inputs, bk), rows)](
         error, x, weight, weight if bias is None else bias, weight_out, weight_out if bias_out is None else bias_out,
-        x if down is None else down, samples, outputs, inputs,
+        x if down is None else down, moving, samples, outputs, inputs,
         x.stride(0), weight.stride(0), 0 if bias is None else bias.stride(0),
-        weight_out.stride(0), 0 if bias_out is None else bias_out.stride(0),
+        weight_out.stride(0), 0 if bias_out is None else bias_out.stride(0), moving_row, **skip,
         BIASED=bias is not None, BELOW=below, GATED=gated, STEP=step, PRECISION=precision,
-        BM=_fit(samples), BN=_fit(outputs, 64), BK=bk,
+        BM=_fit(samples), BN=_fit(outputs, 64), BK=bk, num_warps=8, num_stages=2,
     )  # fmt: skip
     return down
 
 
 def convolve(
-    x: Tensor, weight: Tensor, bias: Tensor, *, padding: int, relu: bool, precision: str
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    *,
+    padding: int,
+    relu: bool,
+    precision: str,
+    active: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Convolution, bias, pooling and ReLU of every row's images (rows x images x H x W x C): outcome and winners."""
     rows, images, height, width, channels = x.shape
@@ -289,8 +335,9 @@ def convolve(
     out = x.new_empty(rows, images, high, wide, outputs)
     winner = torch.empty_like(out, dtype=torch.uint8)
     filters = weight.permute(0, 3, 4, 2, 1).contiguous()
+    moving, moving_row, skip = _moving(active, x)
     _convolve[(triton.cdiv(4 * images * high * wide, 256), rows)](
-        x, filters, bias, out, winner, images, bias.stride(0),
+        x, filters, bias, out, winner, moving, images, bias.stride(0), moving_row, **skip,
         H=height, W=width, C=channels, OUT=outputs, SIZE=size, PAD=padding, RELU=relu, PRECISION=precision,
         BM=256, BN=_fit(outputs), BK=32, num_warps=4, num_stages=2,
     )  # fmt: skip
@@ -298,7 +345,7 @@ def convolve(
 
 
 def filters_back(
-    error: Tensor, winner: Tensor, x: Tensor, size: int, *, padding: int, precision: str
+    error: Tensor, winner: Tensor, x: Tensor, size: int, *, padding: int, precision: str, active: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Gradients of a convolution's filters (rows x outputs x channels x size x size) and biases."""
     rows, images, height, width, channels = x.shape
@@ -308,8 +355,9 @@ def filters_back(
     share = triton.cdiv(triton.cdiv(places, pieces), 64) * 64
     found = x.new_empty(pieces, rows, outputs, size, size, channels)
     summed = x.new_empty(pieces, rows, outputs)
+    moving, moving_row, skip = _moving(active, x)
     _filters_back[(triton.cdiv(size * size * channels, bk), rows, pieces)](
-        x, error, winner, found, summed, images, rows, share,
+        x, error, winner, found, summed, moving, images, rows, share, moving_row, **skip,
         H=height, W=width, C=channels, OUT=outputs, SIZE=size, PAD=padding, PRECISION=precision,
         BM=64, BN=_fit(outputs), BK=bk, num_warps=4, num_stages=2,
     )  # fmt: skip
@@ -317,15 +365,23 @@ def filters_back(
 
 
 def images_back(
-    error: Tensor, winner: Tensor, weight: Tensor, shape: torch.Size, *, padding: int, precision: str
+    error: Tensor,
+    winner: Tensor,
+    weight: Tensor,
+    shape: torch.Size,
+    *,
+    padding: int,
+    precision: str,
+    active: Tensor | None = None,
 ) -> Tensor:
     """The error at a convolution's input of the given shape."""
     rows, images, height, width, channels = shape
     outputs, size = weight.shape[1], weight.shape[-1]
     out = error.new_empty(shape)
     filters = weight.permute(0, 3, 4, 1, 2).contiguous()
+    moving, moving_row, skip = _moving(active, error)
     _images_back[(triton.cdiv(images * height * width, 256), rows)](
-        error, winner, filters, out, images,
+        error, winner, filters, out, moving, images, moving_row, **skip,
         H=height, W=width, C=channels, OUT=outputs, SIZE=size, PAD=padding, PRECISION=precision,
         BM=256, BN=_fit(channels), BK=32, num_warps=4, num_stages=2,
     )  # fmt: skip
