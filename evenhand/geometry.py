@@ -17,8 +17,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -64,6 +64,7 @@ class Layout:
     def sizes(self) -> tuple[int, ...]:
         return tuple(math.prod(shape) for shape in self.shapes)
 
+    @cached_property
     def signature(self) -> list[list[Any]]:
         """What two rounds must share for their rows to be compared (JSON-ready)."""
         return [
@@ -425,21 +426,38 @@ def _grouping(layers: Layers, names: list[str]) -> Callable[[str], str]:
 # ------------------------------------------------------------------------------------------- two passes
 
 
-@contextmanager
-def exact_products(updates: Updates) -> Iterator[None]:
+def exact_products(updates: Updates) -> AbstractContextManager[None]:
     """Products in true float32: no TF32, no bfloat16 shortcuts, no autocast, no autograd."""
     kinds = {updates.device_of(part).type for part in range(len(updates.parts))}
+    return torch.no_grad() if all(map(_is_exact, kinds)) else _made_exact(kinds)
+
+
+def _backend(kind: str) -> Any:
+    """Where a kind of device's precision of matrix products is set; None before torch 2.9."""
+    owner: Any = torch.backends.cuda if kind == "cuda" else torch.backends.mkldnn
+    backend = getattr(owner, "matmul", None)
+    return backend if hasattr(backend, "fp32_precision") else None
+
+
+def _is_exact(kind: str) -> bool:
+    backend = _backend(kind)
+    if backend is None:
+        exact = torch.get_float32_matmul_precision() == "highest"
+    else:
+        exact = backend.fp32_precision in ("ieee", "none")
+    return exact and not torch.is_autocast_enabled(kind)
+
+
+@contextmanager
+def _made_exact(kinds: Collection[str]) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         for kind in kinds:
-            owner: Any = torch.backends.cuda if kind == "cuda" else torch.backends.mkldnn
-            backend = getattr(owner, "matmul", None)
-            if backend is not None and hasattr(backend, "fp32_precision"):
-                before = backend.fp32_precision
-                if before not in ("ieee", "none"):
-                    stack.callback(setattr, backend, "fp32_precision", before)
-                    backend.fp32_precision = "ieee"
-            elif torch.get_float32_matmul_precision() != "highest":  # torch before 2.9 has this switch alone
+            backend = _backend(kind)
+            if backend is not None:
+                stack.callback(setattr, backend, "fp32_precision", backend.fp32_precision)
+                backend.fp32_precision = "ieee"
+            else:  # torch before 2.9 has this switch alone
                 stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
                 torch.set_float32_matmul_precision("highest")
             if torch.is_autocast_enabled(kind):
@@ -571,12 +589,14 @@ def settle(updates: Updates, past: Sequence[Updates], found: Sequence[Floats]) -
     if all(dtype == torch.float64 for dtype in updates.layout.dtypes):
         return own, rest
     squares = np.diagonal(own, axis1=1, axis2=2)
-    doubtful = np.argwhere(~((squares > TINY) & (squares < HUGE)))
-    # Not so for a true zero, NaN or Inf: float64 would find the same.
-    if any(0.0 < _largest(updates, block, row) < np.inf for block, row in doubtful):
-        own = _accumulate(updates, dtype=torch.float64).cpu().numpy()
+    if not (squares.min() > TINY and squares.max() < HUGE):
+        doubtful = np.argwhere(~((squares > TINY) & (squares < HUGE)))
+        # Not so for a true zero, NaN or Inf: float64 would find the same.
+        if any(0.0 < _largest(updates, block, row) < np.inf for block, row in doubtful):
+            own = _accumulate(updates, dtype=torch.float64).cpu().numpy()
     for place, rows in enumerate(past):
-        if not (np.abs(rest[place]) < HUGE).all() or _underflowed(rest[place], updates, rows):
+        sizes = np.abs(rest[place])
+        if not sizes.max(initial=0.0) < HUGE or (sizes.min(initial=1.0) < TINY and _underflowed(sizes, updates, rows)):
             rest[place] = _accumulate(updates, rows, dtype=torch.float64).cpu().numpy()
     return own, rest
 
@@ -602,9 +622,9 @@ def _largest(updates: Updates, block: int, row: int) -> float:
     return float(np.max(sizes))
 
 
-def _underflowed(found: Floats, updates: Updates, past: Updates) -> bool:
-    """Whether a faint inner product may be so because float32 products underflowed, not because rows are orthogonal."""
-    for block, faint in enumerate(np.abs(found) < TINY):
+def _underflowed(sizes: Floats, updates: Updates, past: Updates) -> bool:
+    """Whether an inner product may be faint because float32 products underflowed, not because rows are orthogonal."""
+    for block, faint in enumerate(sizes < TINY):
         here = np.array([_largest(updates, block, row) for row in np.flatnonzero(faint.any(axis=1)).tolist()])
         if not here.any():
             continue

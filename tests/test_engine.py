@@ -13,7 +13,7 @@ from torch import nn
 from torch.func import functional_call
 
 from evenhand.checks import EvenhandError
-from evenhand.engine.batches import Batches, join, plan
+from evenhand.engine.batches import Batches, Cohort, join, packed, plan, plan_together
 from evenhand.engine.graphs import Replayed
 from evenhand.engine.programs import Batched, FeedForward, Sequential, choose_program
 from evenhand.engine.sampling import Sampling
@@ -190,6 +190,42 @@ def test_joined_plans_keep_each_cohort_as_it_was():
 
 
 # --------------------------------------------------------------------------------------------------------- sampling
+
+
+@pytest.mark.parametrize("batch_size", [1, 7, 16, 50, None])
+@pytest.mark.parametrize("epochs", [1.0, 2.0, 0.4, None])
+def test_plans_made_together_are_those_made_one_by_one(batch_size, epochs):
+    rng = np.random.default_rng(1)
+    sizes = [[30, 4, 17], [5, 6], [], [40], [33, 33, 1, 12]]
+    samples = [[rng.integers(0, 1000, size) for size in cohort] for cohort in sizes]
+    managed = [np.full(len(own), epochs) if epochs else rng.uniform(0.1, 3.0, len(own)) for own in sizes]
+
+    def cohorts():
+        return [
+            Cohort(*given, stream(seed, "batches")) for seed, given in enumerate(zip(samples, managed, strict=True))
+        ]
+
+    together = plan_together(cohorts(), batch_size)
+    alone = [plan(one.samples, epochs=one.epochs, batch_size=batch_size, rng=one.rng) for one in cohorts()]
+    expected = join(alone)
+    assert together.steps == expected.steps
+    for name in ("indices", "weights", "shares"):
+        np.testing.assert_array_equal(getattr(together, name), getattr(expected, name))
+    moving = [one.weights[:, : one.steps].any(axis=2).all() for one in (together, *alone)]
+    assert [Batches.of(one, torch.device("cpu")).steady for one in (together, *alone)] == moving
+
+
+def test_tensors_of_several_kinds_travel_in_one_piece():
+    given = {
+        "indices": torch.arange(30).view(2, 3, 5),
+        "weights": torch.rand(2, 3, 1),
+        "nothing": torch.empty(0, 3),
+        "more": torch.arange(7),
+    }
+    found = packed(given, torch.device("cpu"))
+    assert list(found) == list(given)
+    assert all(torch.equal(found[name], given[name]) for name in given)
+    assert len({tensor.untyped_storage().data_ptr() for tensor in found.values()}) == 1
 
 
 def test_sampling_draws_the_same_clients_for_the_same_seed_and_round():
@@ -487,12 +523,12 @@ def test_a_rule_may_ask_for_losses_after_training(settings, monkeypatch):
 
     seen = []
 
-    def watched(chosen, given, **inputs):
-        seen.append((inputs["clients"], inputs["losses"], given.parts[0].clone()))
-        return open_round(chosen, given, **inputs)
+    def watched(**inputs):
+        seen.append((inputs["ids"], inputs["values"]["losses"], inputs["given"].parts[0].clone()))
+        return Opened(**inputs)
 
-    open_round = module.open_round
-    monkeypatch.setattr(module, "open_round", watched)
+    Opened = module.Opened
+    monkeypatch.setattr(module, "Opened", watched)
     chosen = Experiment().with_settings({"clients": 6, "rounds": 1, "participation": 0.7, "device": "cpu", **settings})
     made = prepare(chosen, [method("qffl:q=2,losses=trained"), method("qffl:q=2")])
     start = made.replicas[0].model.clone()

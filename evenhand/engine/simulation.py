@@ -13,11 +13,22 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from evenhand.aggregation import Aggregate, open_round
+from evenhand.aggregation import Aggregate, Opened
 from evenhand.checks import EvenhandError, NoUsableClient
 from evenhand.constraints import Leaning, Sums, View
 from evenhand.data import Dataset, Partition, Split
-from evenhand.engine.batches import Batches, Indices, Plan, Samples, gather, join, mixed, plan, relabelled
+from evenhand.engine.batches import (
+    Batches,
+    Cohort,
+    Indices,
+    Plan,
+    Samples,
+    gather,
+    join,
+    mixed,
+    plan_together,
+    relabelled,
+)
 from evenhand.engine.correction import Course, log_probabilities
 from evenhand.engine.graphs import Replayed
 from evenhand.engine.groups import Told, cells_of, check_groups, looks_at_groups, said, sharpness, told_columns
@@ -285,7 +296,7 @@ class Simulation:
         """Who takes part in a round and on which samples: known before the round begins."""
         sampling, work = self.settings.sampling, self.settings.work
         asked, lost = [], []
-        plans: dict[Any, Plan] = {}  # replicas of a seed on the same data do the same work, and share its plan
+        cohorts: dict[Any, tuple[Replica, Cohort]] = {}  # replicas of a seed on the same data do the same work
         whose: list[Any] = []
         for replica in replicas:
             sizes = replica.trained.sizes
@@ -300,18 +311,21 @@ class Simulation:
             lost.append(sampling.failed(replica.seed, index, here) if sending else np.zeros(len(here), dtype=bool))
             one = _one_batch(replica.method)
             whose.append((replica.seed, id(replica.partition), pooled, replica.course and id(replica), one))
-            if whose[-1] not in plans:
+            if whose[-1] not in cohorts:
                 epochs = sampling.epochs(replica.seed, index, here, 1 if one else work.epochs)
                 rng = stream(replica.seed, "batches", index)
-                plans[whose[-1]] = self._plan(replica, here, epochs, rng)
+                cohorts[whose[-1]] = replica, Cohort(self._samples(replica, here), epochs, rng)
         counts = [len(here) for here in asked]
         chunk = self.settings.chunk or max(1, sum(counts))
-        every = Batches.of(join(list(plans.values())), self.device)
-        if len(plans) < len(replicas):
-            starts = dict(zip(plans, np.cumsum([0, *(entry.rows for entry in plans.values())]), strict=False))
+        every = Batches.of(self._plan(list(cohorts.values())), self.device)
+        if len(cohorts) < len(replicas):
+            edges = np.cumsum([0, *(len(cohort.samples) for _, cohort in cohorts.values())])
+            starts = dict(zip(cohorts, edges, strict=False))
             rows = np.concatenate([starts[key] + np.arange(count) for key, count in zip(whose, counts, strict=True)])
             every = every.part(torch.from_numpy(rows).to(self.device))
-        pieces = [every.part(slice(start, start + chunk)) for start in range(0, sum(counts), chunk)]
+        pieces = [every]
+        if chunk < sum(counts):
+            pieces = [every.part(slice(start, start + chunk)) for start in range(0, sum(counts), chunk)]
         return Ready(
             round=index,
             replicas=replicas,
@@ -323,17 +337,25 @@ class Simulation:
             pieces=pieces,
         )
 
-    def _plan(self, replica: Replica, clients: Indices, epochs: Floats, rng: np.random.Generator) -> Plan:
-        """The clients' local steps; with the labels as they have them, where anybody's are not the data set's."""
-        held, labels, size = replica.trained, replica.labels, self.settings.work.batch_size
-        if labels is None and self.noisy:
-            labels = self.dataset.labels[held.indices]
-        most = size if _one_batch(replica.method) else None
-        if labels is None:
-            return plan([held[client][:most] for client in clients], epochs=epochs, batch_size=size, rng=rng)
-        slots = [np.arange(*held.offsets[client : client + 2])[:most] for client in clients]
-        steps = relabelled(plan(slots, epochs=epochs, batch_size=size, rng=rng), held.indices, labels)
-        return mixed(steps, mixup_of(replica.method), rng) if self.mixing else steps
+    def _samples(self, replica: Replica, clients: Indices) -> list[Indices]:
+        """The clients' samples, or their places among all training samples where labels go by these."""
+        held, most = replica.trained, self.settings.work.batch_size if _one_batch(replica.method) else None
+        every = np.arange(len(held.indices)) if self.noisy else held.indices
+        edges = zip(held.offsets[clients].tolist(), held.offsets[clients + 1].tolist(), strict=True)
+        return [every[start:stop][:most] for start, stop in edges]
+
+    def _plan(self, cohorts: Sequence[tuple[Replica, Cohort]]) -> Plan:
+        """All local steps; with the labels as the clients have them, where anybody's are not the data set's."""
+        size = self.settings.work.batch_size
+        if not self.noisy:
+            return plan_together([cohort for _, cohort in cohorts], size)
+        plans = []
+        for replica, cohort in cohorts:
+            held, labels = replica.trained, replica.labels
+            labels = self.dataset.labels[held.indices] if labels is None else labels
+            steps = relabelled(plan_together([cohort], size), held.indices, labels)
+            plans.append(mixed(steps, mixup_of(replica.method), cohort.rng) if self.mixing else steps)
+        return join(plans)
 
     def _owners(self, counts: tuple[int, ...]) -> Tensor:
         """Which replica each row belongs to; kept, since most rounds are alike."""
@@ -625,18 +647,25 @@ class Simulation:
         weighed_sizes = None if leaning is None else leaning.sizes
         method = replica.acting(self.round)
         fairness = {} if told is None else told.fairness(method, ready.answering(number))
-        opened = open_round(
-            method,
-            turn.given,
-            losses=seen["losses"] if "losses" in wanted else losses,
-            sizes=replica.trained.sizes[clients].astype(np.float64) if weighed_sizes is None else weighed_sizes,
-            accuracies=seen["accuracies"] if "accuracies" in wanted else right,
-            **fairness,
-            clients=clients.tolist(),
-            round=self.round,
+        columns = {
+            "losses": seen["losses"] if "losses" in wanted else losses,
+            "sizes": replica.trained.sizes[clients].astype(np.float64) if weighed_sizes is None else weighed_sizes,
+            "accuracies": seen["accuracies"] if "accuracies" in wanted else right,
+            "fairness": fairness.get("fairness"),
+        }
+        overall = {name: value for name, value in fairness.items() if name == "fairness_global"}
+        opened = Opened(  # as `open_round` would: what is made here needs no checks
+            chosen=method,
+            given=turn.given,
+            ids=tuple(clients.tolist()),
+            named=True,
+            index=self.round,
+            values={name: column for name, column in columns.items() if column is not None},
+            overall=overall,
             state=replica.state,
             lr=self.settings.work.rate(self.round),
             evaluate=trial_losses,
+            on_bad="exclude",
             seed=replica.seed,
         )
         try:
