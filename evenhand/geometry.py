@@ -605,9 +605,28 @@ def to_numpy(found: Sequence[Tensor]) -> list[Floats]:
     """Float64 tensors on the CPU, from another device in one transfer."""
     if len(found) == 1 or found[0].device.type == "cpu":
         return [tensor.cpu().numpy() for tensor in found]
-    joined = torch.cat([tensor.reshape(-1) for tensor in found]).cpu().numpy()
-    edges = itertools.pairwise(itertools.accumulate((tensor.numel() for tensor in found), initial=0))
-    return [joined[a:b].reshape(tensor.shape) for (a, b), tensor in zip(edges, found, strict=True)]
+    return Awaited(found).numpy()
+
+
+class Awaited:
+    """A copy of float64 tensors on its way to the CPU, in one transfer; what is launched later is not waited for."""
+
+    def __init__(self, found: Sequence[Tensor]) -> None:
+        self._shapes = [tensor.shape for tensor in found]
+        self._joined = torch.cat([tensor.reshape(-1) for tensor in found])
+        self._arrived: Any = None
+        if self._joined.is_cuda:
+            there, self._joined = self._joined, torch.empty(self._joined.shape, dtype=torch.float64, pin_memory=True)
+            self._joined.copy_(there, non_blocking=True)
+            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._arrived.record(torch.cuda.current_stream(there.device))
+
+    def numpy(self) -> list[Floats]:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        joined = self._joined.cpu().numpy()
+        edges = itertools.pairwise(itertools.accumulate(map(math.prod, self._shapes), initial=0))
+        return [joined[a:b].reshape(shape) for (a, b), shape in zip(edges, self._shapes, strict=True)]
 
 
 def _largest(updates: Updates, block: int, row: int) -> float:

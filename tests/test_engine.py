@@ -517,6 +517,123 @@ def test_what_a_graph_would_replay_is_the_round(name):
     assert plain.replicas[0].rounds[-1]["fell"] == replayed.replicas[0].rounds[-1]["fell"]
 
 
+# ---------------------------------------------------------- all replicas at once, rounds begun before the last is over
+
+GROUPED = {"data": "synthetic-groups", "clients": None, "participation": 1.0, "model": "logistic"}
+NOISY = {"noise": "0.6,0.5", "model": "logistic", "rounds": 9}
+FEDCORR = "fedcorr:iterations=2,together=6,confidence=0.3"
+MANY = {"participation": 0.4}
+RUNS = [
+    *((name, MANY) for name in ("fedavg", "adafed", "fedfv", "fedlf", "even", "fedmdfg", "ditto", "afl", "fedcka")),
+    *((name, {**MANY, "sampling.dropout": 0.4}) for name in ("fedavg", "fedlf", "even", "fedmdfg", "ditto")),
+    *((name, {**MANY, "sampling.availability": 0.2}) for name in ("fedavg", "even")),
+    *((name, {**MANY, "measure": "needed"}) for name in ("fedavg", "even")),
+    *((name, {**MANY, "chunk": 2}) for name in ("even", "fedmdfg")),
+    *((name, GROUPED) for name in ("mfairfl", "fairfed", "indfair", "cenfair")),
+    *((name, NOISY) for name in ("fedavg", FEDCORR)),
+    ("qffl:q=1,losses=trained", MANY),
+    ("fedadam", {**MANY, "partition": "dir:0.3", "work.epochs": 2, "sampling.stragglers": 0.5}),
+]
+
+
+class Overwritten(Replayed):
+    """As graphs do: the outputs of work of the same shape are put into the same place every time."""
+
+    def __call__(self, key, work, inputs):
+        key = (key, *((name, tensor.shape) for name, tensor in inputs.items()))
+        found = work(**inputs)
+        for place, tensor in zip(self.captured.setdefault(key, [one.clone() for one in found]), found, strict=True):
+            place.copy_(tensor)
+        return self.captured[key]
+
+
+def as_on_a_gpu(name: str, **settings):
+    """A simulation that treats the CPU as it would a GPU."""
+    made = simulation_of(name, **settings)
+    made.together, made.replayed = True, Overwritten()
+    return made
+
+
+def told(made):
+    """Everything that a simulation found, but for the time it took."""
+    return [
+        {
+            "rounds": [{key: value for key, value in entry.items() if key != "seconds"} for entry in replica.rounds],
+            "evaluations": [{key: np.asarray(value).tolist() for key, value in e.items()} for e in replica.evaluations],
+            "model": replica.model.tolist(),
+            "personal": None if replica.personal is None else replica.personal.tolist(),
+        }
+        for replica in made.replicas
+    ]
+
+
+@pytest.mark.parametrize(("name", "settings"), RUNS)
+def test_a_round_begun_early_is_the_round(name, settings):
+    plain, early, ahead = simulation_of(name, **settings), as_on_a_gpu(name, **settings), []
+    plain.run()
+    early.run(after_round=lambda made: ahead.append(made._begun is not None))
+    assert str(told(early)) == str(told(plain))  # as text, since NaN is not equal to itself
+    assert not ahead[-1]
+    assert any(ahead) == (settings is not GROUPED)
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedlf", "fedfv", "even", "ditto", "fedmdfg"])
+@pytest.mark.parametrize("settings", [{}, {"sampling.dropout": 0.4}, {"partition": "dir:0.3"}])
+def test_replicas_taken_together_find_what_each_finds(name, settings):
+    settings = {**MANY, **settings, "seeds": [0, 5, 9], "rounds": 4}
+    plain, together = simulation_of(name, **settings), as_on_a_gpu(name, **settings)
+    plain.run()
+    together.run()
+    for found, expected in zip(together.replicas, plain.replicas, strict=True):
+        assert torch.linalg.norm(found.model - expected.model) <= 1e-4 * torch.linalg.norm(expected.model)
+        for one, other in zip(found.rounds, expected.rounds, strict=True):
+            assert one.keys() == other.keys()
+            assert (one["asked"], one["lost"]) == (other["asked"], other["lost"])
+            np.testing.assert_allclose(one["coefficients"], other["coefficients"], rtol=1e-2, atol=1e-3)
+            np.testing.assert_allclose(one["losses_after"], other["losses_after"], rtol=1e-3)
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedlf", "fedfv", "even", "ditto", "fedmdfg", "fedcka", FEDCORR])
+@pytest.mark.parametrize("seeds", [[0], [0, 5]])
+def test_a_stop_leaves_no_trace_of_a_round_begun_early(name, seeds, tmp_path):
+    from evenhand.engine.checkpoint import restore, save
+
+    settings = {**(NOISY if name == FEDCORR else MANY), "sampling.dropout": 0.3, "seeds": seeds}
+    through, stopped, continued, pieces = (as_on_a_gpu(name, **settings) for _ in range(4))
+    through.run()
+
+    def leave(made):
+        if made.round == 4:
+            save(made, tmp_path / "checkpoint")
+            raise Stop
+
+    with pytest.raises(Stop):
+        stopped.run(after_round=leave)
+    restore(continued, tmp_path / "checkpoint")
+    for until in range(1, through.round + 1):
+        pieces.run(until=until)
+        assert pieces._begun is None
+    for made in (stopped, continued):
+        made.run()
+    for made in (stopped, continued, pieces):
+        assert str(told(made)) == str(told(through))
+
+
+def test_a_round_begun_early_is_forgotten_where_the_model_was_changed():
+    def change(made):
+        if made.round == 3:
+            made.replicas[0].model = 0.5 * made.replicas[0].model
+
+    plain, early = simulation_of("even", **MANY), as_on_a_gpu("even", **MANY)
+    plain.run(after_round=change)
+    early.run(after_round=change)
+    assert str(told(early)) == str(told(plain))
+
+
 @pytest.mark.parametrize("settings", [{}, {"chunk": 2}, {"partition": "dir:0.3"}])
 def test_a_rule_may_ask_for_losses_after_training(settings, monkeypatch):
     import evenhand.engine.simulation as module
