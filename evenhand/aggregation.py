@@ -332,7 +332,7 @@ class Opened:
             lr=self.lr,
             values=values
             if not len(used)
-            else {name: np.append(column, _remembered(memory, name, used)) for name, column in values.items()},
+            else {name: np.concatenate([column, _remembered(memory, name, used)]) for name, column in values.items()},
             globals=self.overall,
             layers=here.layout.blocks,
         )
@@ -367,10 +367,11 @@ class Weighed:
         """Blocks x rows."""
         return self.combination.coefficients
 
-    def direction(self) -> list[Tensor]:
-        """The rows' combination by the coefficients."""
-        own = self.coefficients[:, : len(self.here)]
-        return combine(own, self.here, self.past, precise=self.combination.cancels)
+    def direction(self, own: list[Tensor] | None = None) -> list[Tensor]:
+        """The rows' combination by the coefficients; own: of the present rows, where it is there already."""
+        precise = self.combination.cancels
+        here = self.coefficients[:, : len(self.here)]
+        return combine(here, self.here, self.past, precise=precise, own=None if precise else own)
 
     def close(
         self,
@@ -428,10 +429,10 @@ class Weighed:
         products = moment.gram[:, :count, :count]
         return Memory(
             clients=(*(memory.clients[i] for i in kept.tolist()), *moment.clients[:count]),
-            rounds=np.append(memory.rounds[kept], np.full(count, moment.index)),
+            rounds=np.concatenate([memory.rounds[kept], np.full(count, moment.index)]),
             holders=holders,
             places=places,
-            values={name: np.append(_remembered(memory, name, kept), _present(moment, name)) for name in names},
+            values={name: np.concatenate([_remembered(memory, name, kept), _present(moment, name)]) for name in names},
             gram=_joined(products, self.between, memory.gram, kept, first=False),
             held=held,
             turns=tuple(entry.turn[0] for entry in held),

@@ -9,7 +9,7 @@ with TF32 and autocast switched off, and the stretches are added up in float64; 
 The error is about 1e-7 of the two rows' lengths, and a few 1e-6 at worst, where all terms round the same way.
 Rows so small or large that float32 products would under- or overflow are done again in float64.
 Memory: a dense input is read in place; rows that live in separate tensors are gathered through one small
-buffer. No second copy of the updates is ever made.
+buffer. No second copy of the updates is ever made (several cohorts' products pass through a small one).
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ Layers = str | Callable[[str], str] | Mapping[str, Any] | Sequence[Any] | None
 STRETCH = 512  # columns whose products are summed at once; these sums are added up in float64
 PARTIALS = 1 << 20  # bytes of such sums held at once: a cache's worth
 BUFFER = 16 << 20  # bytes of the gather buffer
+SIDE_BY_SIDE = 64 << 20  # bytes of several cohorts' rows copied at once
 TILE = 256  # rows per tile when only the upper triangle of a large Gram matrix is computed
 TINY, HUGE = 1e-28, 1e34  # squared norms outside this range are not trusted in float32
 
@@ -578,9 +579,12 @@ def products(updates: Updates, past: Sequence[Updates] = ()) -> tuple[Floats, li
     return settle(updates, past, to_numpy(launch(updates, past)))
 
 
-def launch(updates: Updates, past: Sequence[Updates] = ()) -> list[Tensor]:
-    """The products of `products` where they are computed, which an accelerator may not have finished yet."""
-    return [_accumulate(updates), *(_accumulate(updates, rows) for rows in past)]
+def launch(updates: Updates, past: Sequence[Updates] = (), own: Tensor | None = None) -> list[Tensor]:
+    """The products of `products` where they are computed, which an accelerator may not have finished yet.
+
+    own: the rows' products with each other, where they are there already.
+    """
+    return [_accumulate(updates) if own is None else own, *(_accumulate(updates, rows) for rows in past)]
 
 
 def settle(updates: Updates, past: Sequence[Updates], found: Sequence[Floats]) -> tuple[Floats, list[Floats]]:
@@ -660,14 +664,15 @@ def combine(
     past: Sequence[tuple[Updates, Floats]] = (),
     *,
     precise: bool = False,
+    own: Sequence[Tensor] | None = None,
 ) -> list[Tensor]:
     """The rows' linear combination, one flat tensor per entry; coefficients are blocks x rows.
 
     `past` are remembered rows with coefficients of their own. `precise` accumulates in float64, for combinations whose
-    terms nearly cancel.
+    terms nearly cancel. own: the combination without the past, where it is there already; the past is added in place.
     """
     layout = updates.layout
-    sources = [(updates, coefficients), *past]
+    sources = [*past] if own is not None else [(updates, coefficients), *past]
     alike = all((scales == scales[:1]).all() for _, scales in sources)  # one combination for the whole model
     combined, spare = [], Spare()
     placed: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}  # the coefficients where they are needed
@@ -678,7 +683,7 @@ def combine(
             if (kind, device) not in placed:
                 rows_of = [torch.from_numpy(scales[:1] if alike else scales) for _, scales in sources]
                 placed[kind, device] = [scales.to(kind).to(device) for scales in rows_of]
-            out: Tensor | None = None
+            out: Tensor | None = None if own is None else own[part]
             for (source, _), weights in zip(sources, placed[kind, device], strict=True):
                 for block, span in [(0, slice(0, size))] if alike else spans:
                     for columns, rows in source.stretches(part, kind, spare, span):
@@ -691,6 +696,47 @@ def combine(
             assert out is not None
             combined.append(out)
     return combined
+
+
+# Several cohorts' rows in one matrix, as many of each, one cohort after another: one launch in place of many.
+
+
+def products_within(rows: Tensor, layout: Layout, cohorts: int) -> Tensor:
+    """The Gram matrices of several cohorts (cohorts x blocks x rows x rows); layers must be whole stretches of columns.
+
+    The rows pass through a copy, as many columns at a time as keep it small.
+    """
+    members = _members(layout, rows.device)
+    count, stretches = len(rows) // cohorts, rows.shape[1] // STRETCH
+    apart = rows.view(cohorts, count, stretches, STRETCH).transpose(1, 2)
+    at_once = max(1, SIDE_BY_SIDE // (rows.element_size() * len(rows) * STRETCH))
+    total = torch.zeros(cohorts, len(members), count * count, dtype=torch.float64, device=rows.device)
+    with exact_products(Updates(layout, (rows,), len(rows))):
+        for start in range(0, stretches, at_once):
+            part = slice(start, start + at_once)
+            dense = apart[:, part].reshape(-1, count, STRETCH)
+            partial = torch.bmm(dense, dense.transpose(1, 2)).view(cohorts, -1, count * count)
+            total += members[:, part] @ partial.double()
+    return total.view(cohorts, -1, count, count)
+
+
+def combine_within(coefficients: Floats, rows: Tensor, layout: Layout) -> Tensor:
+    """Each cohort's linear combination (cohorts x columns); coefficients are cohorts x blocks x rows."""
+    apart = rows.view(len(coefficients), -1, rows.shape[1])
+    alike = (coefficients == coefficients[:, :1]).all()
+    scales = torch.from_numpy(coefficients[:, :1] if alike else coefficients).to(rows.dtype).to(rows.device)
+    with exact_products(Updates(layout, (rows,), len(rows))):
+        if alike:
+            return torch.bmm(scales, apart).squeeze(1)
+        parts = [torch.bmm(scales[:, block : block + 1], apart[:, :, span]) for block, span in layout.spans[0]]
+        return torch.cat(parts, dim=2).squeeze(1)
+
+
+def _members(layout: Layout, device: torch.device) -> Tensor:
+    """Which stretches belong to which layer, of one matrix of updates."""
+    spans = tuple((block, span.stop) for block, span in layout.spans[0])
+    found = _layer_stretches(spans, len(layout.blocks), device)
+    return torch.ones(1, spans[-1][1] // STRETCH, dtype=torch.float64, device=device) if found is None else found
 
 
 def restore(layout: Layout, flat: Sequence[Tensor]) -> Any:

@@ -228,7 +228,7 @@ def _pivoting(problem: _Problem) -> Floats | None:
     free = np.ones(len(problem), dtype=bool)
     fewest, chances = len(problem) + 1, 3
     for _ in range(PIVOTS):
-        inside = np.flatnonzero(free)
+        inside = free.nonzero()[0]
         part = gram if len(inside) == len(problem) else submatrix(gram, inside)
         factor, found, info = scipy.linalg.lapack.dposv(part, costs[inside], lower=1)
         if info != 0:
@@ -236,7 +236,7 @@ def _pivoting(problem: _Problem) -> Floats | None:
         point = np.zeros(len(problem))
         point[inside] = found
         slope = gram @ point - costs
-        wrong = np.flatnonzero(np.where(free, point < -1e-12 * np.abs(found).max(initial=0.0), slope < -1e-12))
+        wrong = np.where(free, point < -1e-12 * np.abs(found).max(initial=0.0), slope < -1e-12).nonzero()[0]
         if not len(wrong):
             for _ in range(2):  # the factor of the ridged matrix refines the solution of the matrix itself
                 rest = costs[inside] - (part @ found - RIDGE * found)

@@ -36,7 +36,17 @@ from evenhand.engine.groups import Told, cells_of, check_groups, looks_at_groups
 from evenhand.engine.programs import choose_program, layers_of
 from evenhand.engine.sampling import Sampling
 from evenhand.engine.training import Asked, Columns, Local, LocalWork, Shape, evaluate, samples_at_once
-from evenhand.geometry import Awaited, Layout, Updates, launch, read_updates, settle, to_numpy
+from evenhand.geometry import (
+    Awaited,
+    Layout,
+    Updates,
+    combine_within,
+    launch,
+    products_within,
+    read_updates,
+    settle,
+    to_numpy,
+)
 from evenhand.holdings import Holdings, class_names
 from evenhand.methods import METHODS, Method
 from evenhand.objectives import Correction, Personal, Proximal, Similarity
@@ -122,6 +132,11 @@ class Ready:
     def answering(self, number: int) -> Indices:
         """Those of them whose clients answer."""
         return np.arange(*self.edges[number : number + 2])[~self.lost[number]]
+
+    @cached_property
+    def alike(self) -> bool:
+        """Whether there are several replicas, whose rows all arrive, as many of each."""
+        return len(self.replicas) > 1 and self.even and not np.concatenate(self.lost).any()
 
     def parts(self) -> Iterator[tuple[slice, Batches]]:
         start = 0
@@ -312,7 +327,11 @@ class Simulation:
         told = self._tell(models[ready.owner] if len(models) > 1 and not ready.even else models, ready)
         updates, measured = self._train(models, ready, measuring and told is None, told)
         turns = [self._arrived(number, updates, ready) for number in range(len(replicas))]
-        launched = [launch(turn.given, turn.past) if turn.kept.size else [] for turn in turns]
+        own: Sequence[Tensor | None] = [None] * len(replicas)
+        if ready.alike:
+            own = products_within(updates, self._layout_of(updates), len(replicas)).unbind()
+        given = zip(turns, own, strict=True)
+        launched = [launch(turn.given, turn.past, there) if turn.kept.size else [] for turn, there in given]
         found = Awaited([measured, *itertools.chain(*launched)])
         received, under_way = [replica.model for replica in replicas], [len(own) for own in launched]
         return Begun(ready, received, models, updates, told, measuring, turns, under_way, found)
@@ -324,8 +343,7 @@ class Simulation:
         self._train_personal(begun.models, ready)
         self._ahead = self._prepare(self.round + 1, ready.replicas) if self._known_ahead(ready.replicas) else None
         (losses, right), *products = begun.found.numpy()
-        measured = (losses, right) if begun.measuring else None
-        measured = measured if told is None else told.measured
+        measured = told.measured if told is not None else (losses, right) if begun.measuring else None
         trained = self._after_training(begun.models, begun.updates, ready)
         own = iter(products)
         verdicts = [
@@ -672,13 +690,16 @@ class Simulation:
     def _arrived(self, number: int, updates: Tensor, ready: Ready) -> Turn:
         """The rows of a replica that arrived, in the form in which `aggregate` reads them."""
         rows, lost = updates[ready.rows(number)], ready.lost[number]
-        if self._layout is None:
-            self._layout = read_updates(updates, self.shape.layers).layout
-        given, kept = Updates(self._layout, (rows,), len(rows)), np.flatnonzero(~lost)
+        given, kept = Updates(self._layout_of(updates), (rows,), len(rows)), np.flatnonzero(~lost)
         if lost.any():
             given = given.select(kept.tolist())
         state = ready.replicas[number].state
         return Turn(given, [] if state is None else state.memory.pieces(given), kept)
+
+    def _layout_of(self, updates: Tensor) -> Layout:
+        if self._layout is None:
+            self._layout = read_updates(updates, self.shape.layers).layout
+        return self._layout
 
     def _weigh(
         self,
@@ -737,15 +758,26 @@ class Simulation:
         """Every replica's server step: its new model and what its method carries."""
         weighed = [None if verdict is None else verdict.weighed for verdict in verdicts]
         outcomes = [
-            None if one is None else one.close(one.direction(), own=True, keep_on=self.settings.keep_on)
-            for one in weighed
+            None if one is None else one.close(one.direction(own), own=True, keep_on=self.settings.keep_on)
+            for one, own in zip(weighed, self._combined(begun, weighed), strict=True)
         ]
         served = [(one, out) for one, out in zip(begun.ready.replicas, outcomes, strict=True) if out is not None]
-        for replica, out in served:
-            replica.model = replica.model - out.update
+        if not served:
+            return outcomes
+        models = torch._foreach_sub([one.model for one, _ in served], [out.update for _, out in served])
+        for (replica, out), model in zip(served, models, strict=True):
+            replica.model = model
             if replica.acting(self.round) is replica.method:
                 replica.state, replica.offset = out.state, out.evaluation_offset
         return outcomes
+
+    def _combined(self, begun: Begun, weighed: Sequence[Weighed | None]) -> Sequence[list[Tensor] | None]:
+        """The present clients' part of every direction, all replicas at once where that can be."""
+        own = [one.coefficients[:, : len(one.here)] for one in weighed if one is not None and not one.excluded]
+        if not begun.ready.alike or len(own) < len(weighed):
+            return [None] * len(weighed)
+        found = combine_within(np.stack(own), begun.updates, self._layout_of(begun.updates))
+        return [[direction] for direction in found.unbind()]
 
     def _write_down(self, number: int, begun: Begun, verdict: Verdict | None, out: Aggregate | None) -> None:
         """The record of one replica's round."""
