@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,10 +16,43 @@ from evenhand.checks import EvenhandError, NoUsableClient, choice, near_miss, nu
 from evenhand.geometry import Floats, Layers, Layout, Updates, combine, products, read_updates, restore
 from evenhand.methods import Method, method
 from evenhand.methods.base import Ask, Client, Memo, Round, Weights
-from evenhand.solvers import calm_blas
+from evenhand.solvers import calm_blas, submatrix
 from evenhand.state import Memory, State, kept_window, window_of
 
 CANCELLATION = 1e3  # terms this much longer than their sum are added up in float64
+
+
+@dataclass(frozen=True)
+class Combination:
+    """Rows and their coefficients (blocks x rows), and what the rows' inner products say of them."""
+
+    gram: Floats  # blocks x rows x rows
+    coefficients: Floats
+
+    @cached_property
+    def squares(self) -> Floats:
+        """Squared length of each row, per block."""
+        return np.maximum(np.diagonal(self.gram, axis1=1, axis2=2), 0.0)
+
+    @cached_property
+    def terms(self) -> Floats:
+        """Length of each row's part in the direction, per block."""
+        return np.asarray(np.sqrt(self.squares) * np.abs(self.coefficients))
+
+    @cached_property
+    def dots(self) -> Floats:
+        """Inner product of each row with the direction, per block."""
+        return np.asarray((self.gram @ self.coefficients[:, :, None])[:, :, 0])
+
+    @cached_property
+    def square(self) -> float:
+        """Squared length of the direction."""
+        return max(0.0, float((self.dots * self.coefficients).sum()))
+
+    @property
+    def cancels(self) -> bool:
+        """Whether the terms are so much longer than their sum that float32 would lose digits."""
+        return float(self.terms.sum()) ** 2 > CANCELLATION**2 * self.square
 
 
 @dataclass(frozen=True)
@@ -28,13 +62,22 @@ class Diagnostics:
     clients: tuple[Client, ...]
     ages: np.ndarray[Any, np.dtype[np.int64]]
     layers: tuple[str, ...]
-    gram: Floats = field(repr=False)  # blocks x rows x rows
-    coefficients: Floats = field(repr=False)  # blocks x rows
+    combination: Combination = field(repr=False)
     resolution: float
     lr: float | None
     excluded: Mapping[Client, str]
     notes: tuple[str, ...]
     facts: Mapping[str, Any]
+
+    @property
+    def gram(self) -> Floats:
+        """Inner products of the rows (blocks x rows x rows)."""
+        return self.combination.gram
+
+    @property
+    def coefficients(self) -> Floats:
+        """What each row counts (blocks x rows)."""
+        return self.combination.coefficients
 
     @cached_property
     def norms(self) -> Floats:
@@ -48,15 +91,10 @@ class Diagnostics:
         total = self.gram.sum(axis=0)
         return np.clip(np.divide(total, lengths, out=np.zeros_like(total), where=lengths > 0.0), -1.0, 1.0)
 
-    @cached_property
-    def _dots(self) -> Floats:
-        """Inner product of each row with the direction, per layer (layers x rows)."""
-        return np.asarray((self.gram @ self.coefficients[:, :, None])[:, :, 0])
-
-    @cached_property
+    @property
     def direction_norm(self) -> float:
         """Length of the combined direction (before the server step)."""
-        return float(np.sqrt(max(0.0, float((self._dots * self.coefficients).sum()))))
+        return math.sqrt(self.combination.square)
 
     @cached_property
     def predicted_change(self) -> Floats:
@@ -65,23 +103,23 @@ class Diagnostics:
         An update is about lr times a gradient, so the inner product is divided by lr where lr is known; otherwise the
         numbers compare clients with each other and have no unit.
         """
-        return -self._dots.sum(axis=0) / (self.lr or 1.0)
+        return -self.combination.dots.sum(axis=0) / (self.lr or 1.0)
 
     @cached_property
     def conflicts(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """Whose update the direction goes against, over the whole model."""
-        return self._against(self.gram.sum(axis=0, keepdims=True), self._dots.sum(axis=0, keepdims=True))[0]
+        found = self.combination
+        return self._against(found.dots.sum(axis=0), found.squares.sum(axis=0), found.terms.sum())
 
     @cached_property
     def layer_conflicts(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """The same per layer (layers x rows)."""
-        return self._against(self.gram, self._dots)
+        found = self.combination
+        return self._against(found.dots, found.squares, found.terms.sum(axis=1, keepdims=True))
 
-    def _against(self, products: Floats, dots: Floats) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        norms = np.sqrt(np.maximum(np.diagonal(products, axis1=1, axis2=2), 0.0))
-        parts = np.sqrt(np.maximum(np.diagonal(self.gram, axis1=1, axis2=2), 0.0)) * np.abs(self.coefficients)
-        terms = parts.sum(axis=1) if len(products) == len(self.gram) else parts.sum(keepdims=True)[0]
-        return np.asarray(dots < -10.0 * self.resolution * norms * terms[:, None])
+    def _against(self, dots: Floats, squares: Floats, terms: Any) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Whose inner product with a direction is below zero by more than rounding; terms: how long its terms are."""
+        return np.asarray(dots < -10.0 * self.resolution * np.sqrt(squares) * terms)
 
     def record(self) -> dict[str, Any]:
         """What a round's record keeps of it, in plain values."""
@@ -268,8 +306,9 @@ class Opened:
         excluded = _bad_clients(products, self.values, self.ids)
         _refuse(excluded, self.on_bad, len(self.given))
         here, values, present = self.given, self.values, self.ids
-        good = np.array([position for position, client in enumerate(self.ids) if client not in excluded])
+        good = np.arange(len(self.ids))
         if excluded:
+            good = np.array([position for position, client in enumerate(self.ids) if client not in excluded])
             here, present = here.select(good.tolist()), tuple(self.ids[position] for position in good)
             products, with_past = products[:, good][:, :, good], [piece[:, good] for piece in with_past]
             values = {name: column[good] for name, column in values.items()}
@@ -285,22 +324,26 @@ class Opened:
         moment = Round(
             gram=_joined(products, between[:, :, used], memory.gram, used),
             present=len(present),
-            clients=(*present, *(memory.clients[i] for i in used)),
+            clients=(*present, *(memory.clients[i] for i in used.tolist())),
             ages=np.concatenate([np.zeros(len(present), dtype=np.int64), self.index - memory.rounds[used]]),
             index=self.index,
             resolution=here.resolution,
             seed=self.seed,
             lr=self.lr,
-            values={name: np.append(column, _remembered(memory, name, used)) for name, column in values.items()},
+            values=values
+            if not len(used)
+            else {name: np.concatenate([column, _remembered(memory, name, used)]) for name, column in values.items()},
             globals=self.overall,
             layers=here.layout.blocks,
         )
         with calm_blas(moment.rows):
             weights = self.chosen.rule.weigh(moment, self.state.rule_memo if self.state is not None else {})
-        coefficients = np.broadcast_to(weights.coefficients, (len(products), moment.rows)).copy()
+        coefficients = np.empty((len(products), moment.rows))
+        coefficients[:] = weights.coefficients
         scales = memory.spread(coefficients[:, len(present) :], used) if len(used) else []
         past = [(rows, own) for rows, own in zip(memory.pieces(here), scales, strict=bool(len(used))) if own.any()]
-        return Weighed(self, here, good, excluded, moment, weights, coefficients, past, seen, kept, between[:, :, kept])
+        combination = Combination(moment.gram, coefficients)
+        return Weighed(self, here, good, excluded, moment, weights, combination, past, seen, kept, between[:, :, kept])
 
 
 @dataclass(frozen=True)
@@ -313,22 +356,22 @@ class Weighed:
     excluded: Mapping[Client, str]
     moment: Round
     weights: Weights
-    coefficients: Floats  # blocks x rows, present and remembered
+    combination: Combination  # of all rows, present and remembered
     past: list[tuple[Updates, Floats]]  # remembered rows with their coefficients
     seen: frozenset[Client]
     kept: np.ndarray[Any, np.dtype[np.int64]]
     between: Floats  # products of the present rows with the kept ones
 
     @property
-    def cancels(self) -> bool:
-        """Whether the combination's terms are so much longer than their sum that float32 would lose digits."""
-        square = float((self.coefficients * (self.moment.gram @ self.coefficients[:, :, None])[:, :, 0]).sum())
-        lengths = np.sqrt(np.maximum(np.diagonal(self.moment.gram, axis1=1, axis2=2), 0.0))
-        return float((np.abs(self.coefficients) * lengths).sum()) ** 2 > CANCELLATION**2 * max(square, 0.0)
+    def coefficients(self) -> Floats:
+        """Blocks x rows."""
+        return self.combination.coefficients
 
-    def direction(self) -> list[Tensor]:
-        """The rows' combination by the coefficients."""
-        return combine(self.coefficients[:, : len(self.here)], self.here, self.past, precise=self.cancels)
+    def direction(self, own: list[Tensor] | None = None) -> list[Tensor]:
+        """The rows' combination by the coefficients; own: of the present rows, where it is there already."""
+        precise = self.combination.cancels
+        here = self.coefficients[:, : len(self.here)]
+        return combine(here, self.here, self.past, precise=precise, own=None if precise else own)
 
     def close(
         self,
@@ -358,7 +401,7 @@ class Weighed:
                 round=opened.index,
                 named=opened.named,
                 seen=self.seen,
-                layout=layout.signature(),
+                layout=layout.signature,
                 rule_memo=self.weights.memo,
                 server_memo=server_memo,
                 memory=self._memory(own, keep_on) if remember else Memory(),
@@ -367,8 +410,7 @@ class Weighed:
                 clients=self.moment.clients,
                 ages=self.moment.ages,
                 layers=layout.blocks,
-                gram=self.moment.gram,
-                coefficients=self.coefficients,
+                combination=self.combination,
                 resolution=self.here.resolution,
                 lr=opened.lr,
                 excluded=self.excluded,
@@ -386,11 +428,11 @@ class Weighed:
         holders, places, held = memory.store(kept, self.here, own=own, device=keep_on)
         products = moment.gram[:, :count, :count]
         return Memory(
-            clients=(*(memory.clients[i] for i in kept), *moment.clients[:count]),
-            rounds=np.append(memory.rounds[kept], np.full(count, moment.index)),
+            clients=(*(memory.clients[i] for i in kept.tolist()), *moment.clients[:count]),
+            rounds=np.concatenate([memory.rounds[kept], np.full(count, moment.index)]),
             holders=holders,
             places=places,
-            values={name: np.append(_remembered(memory, name, kept), _present(moment, name)) for name in names},
+            values={name: np.concatenate([_remembered(memory, name, kept), _present(moment, name)]) for name in names},
             gram=_joined(products, self.between, memory.gram, kept, first=False),
             held=held,
             turns=tuple(entry.turn[0] for entry in held),
@@ -446,7 +488,7 @@ def _check_state(state: State | None, chosen: Method, layout: Layout, named: boo
             f"state comes from rule {state.rule!r} with server {state.server!r}, not from {chosen.rule.name!r} with "
             f"{chosen.server.name!r}; pass state=None to start afresh"
         )
-    if state.layout != layout.signature():
+    if state.layout != layout.signature:
         raise EvenhandError(
             "state comes from updates with other tensors, shapes or layers; pass state=None to start afresh"
         )
@@ -510,6 +552,8 @@ def _check_inputs(chosen: Method, given: set[str]) -> None:
 
 
 def _bad_clients(products: Floats, values: Mapping[str, Floats], ids: tuple[Client, ...]) -> dict[Client, str]:
+    if all(np.isfinite(numbers).all() for numbers in (products, *values.values())):
+        return {}
     squares = np.diagonal(products, axis1=1, axis2=2).sum(axis=0)
     bad = {ids[i]: "its update holds NaN or Inf" for i in np.flatnonzero(~np.isfinite(squares))}
     for name, column in values.items():
@@ -556,7 +600,7 @@ def _joined(
     joined[:, here, here] = products
     joined[:, here, there] = between
     joined[:, there, here] = between.transpose(0, 2, 1)
-    joined[:, there, there] = among[:, which[:, None], which]
+    joined[:, there, there] = submatrix(among, which)
     return joined
 
 
@@ -597,6 +641,8 @@ def _present(moment: Round, name: str) -> Floats:
 def _in_callers_order(coefficients: Floats, good: np.ndarray[Any, Any], rows: int) -> Floats:
     """Excluded clients get zero coefficients, so that columns match the given updates."""
     present = len(good)
+    if present == rows:
+        return coefficients.copy()
     full = np.zeros((len(coefficients), rows + coefficients.shape[1] - present))
     full[:, good] = coefficients[:, :present]
     full[:, rows:] = coefficients[:, present:]

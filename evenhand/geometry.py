@@ -9,7 +9,7 @@ with TF32 and autocast switched off, and the stretches are added up in float64; 
 The error is about 1e-7 of the two rows' lengths, and a few 1e-6 at worst, where all terms round the same way.
 Rows so small or large that float32 products would under- or overflow are done again in float64.
 Memory: a dense input is read in place; rows that live in separate tensors are gathered through one small
-buffer. No second copy of the updates is ever made.
+buffer. No second copy of the updates is ever made (several cohorts' products pass through a small one).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -35,6 +35,7 @@ Layers = str | Callable[[str], str] | Mapping[str, Any] | Sequence[Any] | None
 STRETCH = 512  # columns whose products are summed at once; these sums are added up in float64
 PARTIALS = 1 << 20  # bytes of such sums held at once: a cache's worth
 BUFFER = 16 << 20  # bytes of the gather buffer
+SIDE_BY_SIDE = 64 << 20  # bytes of several cohorts' rows copied at once
 TILE = 256  # rows per tile when only the upper triangle of a large Gram matrix is computed
 TINY, HUGE = 1e-28, 1e34  # squared norms outside this range are not trusted in float32
 
@@ -64,6 +65,7 @@ class Layout:
     def sizes(self) -> tuple[int, ...]:
         return tuple(math.prod(shape) for shape in self.shapes)
 
+    @cached_property
     def signature(self) -> list[list[Any]]:
         """What two rounds must share for their rows to be compared (JSON-ready)."""
         return [
@@ -425,21 +427,38 @@ def _grouping(layers: Layers, names: list[str]) -> Callable[[str], str]:
 # ------------------------------------------------------------------------------------------- two passes
 
 
-@contextmanager
-def exact_products(updates: Updates) -> Iterator[None]:
+def exact_products(updates: Updates) -> AbstractContextManager[None]:
     """Products in true float32: no TF32, no bfloat16 shortcuts, no autocast, no autograd."""
     kinds = {updates.device_of(part).type for part in range(len(updates.parts))}
+    return torch.no_grad() if all(map(_is_exact, kinds)) else _made_exact(kinds)
+
+
+def _backend(kind: str) -> Any:
+    """Where a kind of device's precision of matrix products is set; None before torch 2.9."""
+    owner: Any = torch.backends.cuda if kind == "cuda" else torch.backends.mkldnn
+    backend = getattr(owner, "matmul", None)
+    return backend if hasattr(backend, "fp32_precision") else None
+
+
+def _is_exact(kind: str) -> bool:
+    backend = _backend(kind)
+    if backend is None:
+        exact = torch.get_float32_matmul_precision() == "highest"
+    else:
+        exact = backend.fp32_precision in ("ieee", "none")
+    return exact and not torch.is_autocast_enabled(kind)
+
+
+@contextmanager
+def _made_exact(kinds: Collection[str]) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         for kind in kinds:
-            owner: Any = torch.backends.cuda if kind == "cuda" else torch.backends.mkldnn
-            backend = getattr(owner, "matmul", None)
-            if backend is not None and hasattr(backend, "fp32_precision"):
-                before = backend.fp32_precision
-                if before not in ("ieee", "none"):
-                    stack.callback(setattr, backend, "fp32_precision", before)
-                    backend.fp32_precision = "ieee"
-            elif torch.get_float32_matmul_precision() != "highest":  # torch before 2.9 has this switch alone
+            backend = _backend(kind)
+            if backend is not None:
+                stack.callback(setattr, backend, "fp32_precision", backend.fp32_precision)
+                backend.fp32_precision = "ieee"
+            else:  # torch before 2.9 has this switch alone
                 stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
                 torch.set_float32_matmul_precision("highest")
             if torch.is_autocast_enabled(kind):
@@ -560,9 +579,12 @@ def products(updates: Updates, past: Sequence[Updates] = ()) -> tuple[Floats, li
     return settle(updates, past, to_numpy(launch(updates, past)))
 
 
-def launch(updates: Updates, past: Sequence[Updates] = ()) -> list[Tensor]:
-    """The products of `products` where they are computed, which an accelerator may not have finished yet."""
-    return [_accumulate(updates), *(_accumulate(updates, rows) for rows in past)]
+def launch(updates: Updates, past: Sequence[Updates] = (), own: Tensor | None = None) -> list[Tensor]:
+    """The products of `products` where they are computed, which an accelerator may not have finished yet.
+
+    own: the rows' products with each other, where they are there already.
+    """
+    return [_accumulate(updates) if own is None else own, *(_accumulate(updates, rows) for rows in past)]
 
 
 def settle(updates: Updates, past: Sequence[Updates], found: Sequence[Floats]) -> tuple[Floats, list[Floats]]:
@@ -571,12 +593,14 @@ def settle(updates: Updates, past: Sequence[Updates], found: Sequence[Floats]) -
     if all(dtype == torch.float64 for dtype in updates.layout.dtypes):
         return own, rest
     squares = np.diagonal(own, axis1=1, axis2=2)
-    doubtful = np.argwhere(~((squares > TINY) & (squares < HUGE)))
-    # Not so for a true zero, NaN or Inf: float64 would find the same.
-    if any(0.0 < _largest(updates, block, row) < np.inf for block, row in doubtful):
-        own = _accumulate(updates, dtype=torch.float64).cpu().numpy()
+    if not (squares.min() > TINY and squares.max() < HUGE):
+        doubtful = np.argwhere(~((squares > TINY) & (squares < HUGE)))
+        # Not so for a true zero, NaN or Inf: float64 would find the same.
+        if any(0.0 < _largest(updates, block, row) < np.inf for block, row in doubtful):
+            own = _accumulate(updates, dtype=torch.float64).cpu().numpy()
     for place, rows in enumerate(past):
-        if not (np.abs(rest[place]) < HUGE).all() or _underflowed(rest[place], updates, rows):
+        sizes = np.abs(rest[place])
+        if not sizes.max(initial=0.0) < HUGE or (sizes.min(initial=1.0) < TINY and _underflowed(sizes, updates, rows)):
             rest[place] = _accumulate(updates, rows, dtype=torch.float64).cpu().numpy()
     return own, rest
 
@@ -585,9 +609,28 @@ def to_numpy(found: Sequence[Tensor]) -> list[Floats]:
     """Float64 tensors on the CPU, from another device in one transfer."""
     if len(found) == 1 or found[0].device.type == "cpu":
         return [tensor.cpu().numpy() for tensor in found]
-    joined = torch.cat([tensor.reshape(-1) for tensor in found]).cpu().numpy()
-    edges = itertools.pairwise(itertools.accumulate((tensor.numel() for tensor in found), initial=0))
-    return [joined[a:b].reshape(tensor.shape) for (a, b), tensor in zip(edges, found, strict=True)]
+    return Awaited(found).numpy()
+
+
+class Awaited:
+    """A copy of float64 tensors on its way to the CPU, in one transfer; what is launched later is not waited for."""
+
+    def __init__(self, found: Sequence[Tensor]) -> None:
+        self._shapes = [tensor.shape for tensor in found]
+        self._joined = torch.cat([tensor.reshape(-1) for tensor in found])
+        self._arrived: Any = None
+        if self._joined.is_cuda:
+            there, self._joined = self._joined, torch.empty(self._joined.shape, dtype=torch.float64, pin_memory=True)
+            self._joined.copy_(there, non_blocking=True)
+            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._arrived.record(torch.cuda.current_stream(there.device))
+
+    def numpy(self) -> list[Floats]:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        joined = self._joined.cpu().numpy()
+        edges = itertools.pairwise(itertools.accumulate(map(math.prod, self._shapes), initial=0))
+        return [joined[a:b].reshape(shape) for (a, b), shape in zip(edges, self._shapes, strict=True)]
 
 
 def _largest(updates: Updates, block: int, row: int) -> float:
@@ -602,9 +645,9 @@ def _largest(updates: Updates, block: int, row: int) -> float:
     return float(np.max(sizes))
 
 
-def _underflowed(found: Floats, updates: Updates, past: Updates) -> bool:
-    """Whether a faint inner product may be so because float32 products underflowed, not because rows are orthogonal."""
-    for block, faint in enumerate(np.abs(found) < TINY):
+def _underflowed(sizes: Floats, updates: Updates, past: Updates) -> bool:
+    """Whether an inner product may be faint because float32 products underflowed, not because rows are orthogonal."""
+    for block, faint in enumerate(sizes < TINY):
         here = np.array([_largest(updates, block, row) for row in np.flatnonzero(faint.any(axis=1)).tolist()])
         if not here.any():
             continue
@@ -621,14 +664,15 @@ def combine(
     past: Sequence[tuple[Updates, Floats]] = (),
     *,
     precise: bool = False,
+    own: Sequence[Tensor] | None = None,
 ) -> list[Tensor]:
     """The rows' linear combination, one flat tensor per entry; coefficients are blocks x rows.
 
     `past` are remembered rows with coefficients of their own. `precise` accumulates in float64, for combinations whose
-    terms nearly cancel.
+    terms nearly cancel. own: the combination without the past, where it is there already; the past is added in place.
     """
     layout = updates.layout
-    sources = [(updates, coefficients), *past]
+    sources = [*past] if own is not None else [(updates, coefficients), *past]
     alike = all((scales == scales[:1]).all() for _, scales in sources)  # one combination for the whole model
     combined, spare = [], Spare()
     placed: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}  # the coefficients where they are needed
@@ -639,7 +683,7 @@ def combine(
             if (kind, device) not in placed:
                 rows_of = [torch.from_numpy(scales[:1] if alike else scales) for _, scales in sources]
                 placed[kind, device] = [scales.to(kind).to(device) for scales in rows_of]
-            out: Tensor | None = None
+            out: Tensor | None = None if own is None else own[part]
             for (source, _), weights in zip(sources, placed[kind, device], strict=True):
                 for block, span in [(0, slice(0, size))] if alike else spans:
                     for columns, rows in source.stretches(part, kind, spare, span):
@@ -652,6 +696,47 @@ def combine(
             assert out is not None
             combined.append(out)
     return combined
+
+
+# Several cohorts' rows in one matrix, as many of each, one cohort after another: one launch in place of many.
+
+
+def products_within(rows: Tensor, layout: Layout, cohorts: int) -> Tensor:
+    """The Gram matrices of several cohorts (cohorts x blocks x rows x rows); layers must be whole stretches of columns.
+
+    The rows pass through a copy, as many columns at a time as keep it small.
+    """
+    members = _members(layout, rows.device)
+    count, stretches = len(rows) // cohorts, rows.shape[1] // STRETCH
+    apart = rows.view(cohorts, count, stretches, STRETCH).transpose(1, 2)
+    at_once = max(1, SIDE_BY_SIDE // (rows.element_size() * len(rows) * STRETCH))
+    total = torch.zeros(cohorts, len(members), count * count, dtype=torch.float64, device=rows.device)
+    with exact_products(Updates(layout, (rows,), len(rows))):
+        for start in range(0, stretches, at_once):
+            part = slice(start, start + at_once)
+            dense = apart[:, part].reshape(-1, count, STRETCH)
+            partial = torch.bmm(dense, dense.transpose(1, 2)).view(cohorts, -1, count * count)
+            total += members[:, part] @ partial.double()
+    return total.view(cohorts, -1, count, count)
+
+
+def combine_within(coefficients: Floats, rows: Tensor, layout: Layout) -> Tensor:
+    """Each cohort's linear combination (cohorts x columns); coefficients are cohorts x blocks x rows."""
+    apart = rows.view(len(coefficients), -1, rows.shape[1])
+    alike = (coefficients == coefficients[:, :1]).all()
+    scales = torch.from_numpy(coefficients[:, :1] if alike else coefficients).to(rows.dtype).to(rows.device)
+    with exact_products(Updates(layout, (rows,), len(rows))):
+        if alike:
+            return torch.bmm(scales, apart).squeeze(1)
+        parts = [torch.bmm(scales[:, block : block + 1], apart[:, :, span]) for block, span in layout.spans[0]]
+        return torch.cat(parts, dim=2).squeeze(1)
+
+
+def _members(layout: Layout, device: torch.device) -> Tensor:
+    """Which stretches belong to which layer, of one matrix of updates."""
+    spans = tuple((block, span.stop) for block, span in layout.spans[0])
+    found = _layer_stretches(spans, len(layout.blocks), device)
+    return torch.ones(1, spans[-1][1] // STRETCH, dtype=torch.float64, device=device) if found is None else found
 
 
 def restore(layout: Layout, flat: Sequence[Tensor]) -> Any:

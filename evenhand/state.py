@@ -63,6 +63,8 @@ class Memory:
 
     def absent(self, present: Collection[Client], index: int, window: float) -> Integers:
         """Positions of the rows of clients not present that are at most `window` rounds old."""
+        if not self.clients:
+            return np.zeros(0, dtype=np.int64)
         here = set(present)
         away = np.array([client not in here for client in self.clients], dtype=bool)
         return np.flatnonzero(away & (index - self.rounds <= window))

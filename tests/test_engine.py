@@ -13,7 +13,7 @@ from torch import nn
 from torch.func import functional_call
 
 from evenhand.checks import EvenhandError
-from evenhand.engine.batches import Batches, join, plan
+from evenhand.engine.batches import Batches, Cohort, join, packed, plan, plan_together
 from evenhand.engine.choice import choose_program
 from evenhand.engine.graphs import Replayed
 from evenhand.engine.programs import Batched, FeedForward, Sequential
@@ -195,6 +195,42 @@ def test_joined_plans_keep_each_cohort_as_it_was():
 
 
 # --------------------------------------------------------------------------------------------------------- sampling
+
+
+@pytest.mark.parametrize("batch_size", [1, 7, 16, 50, None])
+@pytest.mark.parametrize("epochs", [1.0, 2.0, 0.4, None])
+def test_plans_made_together_are_those_made_one_by_one(batch_size, epochs):
+    rng = np.random.default_rng(1)
+    sizes = [[30, 4, 17], [5, 6], [], [40], [33, 33, 1, 12]]
+    samples = [[rng.integers(0, 1000, size) for size in cohort] for cohort in sizes]
+    managed = [np.full(len(own), epochs) if epochs else rng.uniform(0.1, 3.0, len(own)) for own in sizes]
+
+    def cohorts():
+        return [
+            Cohort(*given, stream(seed, "batches")) for seed, given in enumerate(zip(samples, managed, strict=True))
+        ]
+
+    together = plan_together(cohorts(), batch_size)
+    alone = [plan(one.samples, epochs=one.epochs, batch_size=batch_size, rng=one.rng) for one in cohorts()]
+    expected = join(alone)
+    assert together.steps == expected.steps
+    for name in ("indices", "weights", "shares"):
+        np.testing.assert_array_equal(getattr(together, name), getattr(expected, name))
+    moving = [one.weights[:, : one.steps].any(axis=2).all() for one in (together, *alone)]
+    assert [Batches.of(one, torch.device("cpu")).steady for one in (together, *alone)] == moving
+
+
+def test_tensors_of_several_kinds_travel_in_one_piece():
+    given = {
+        "indices": torch.arange(30).view(2, 3, 5),
+        "weights": torch.rand(2, 3, 1),
+        "nothing": torch.empty(0, 3),
+        "more": torch.arange(7),
+    }
+    found = packed(given, torch.device("cpu"))
+    assert list(found) == list(given)
+    assert all(torch.equal(found[name], given[name]) for name in given)
+    assert len({tensor.untyped_storage().data_ptr() for tensor in found.values()}) == 1
 
 
 def test_sampling_draws_the_same_clients_for_the_same_seed_and_round():
@@ -486,18 +522,135 @@ def test_what_a_graph_would_replay_is_the_round(name):
     assert plain.replicas[0].rounds[-1]["fell"] == replayed.replicas[0].rounds[-1]["fell"]
 
 
+# ---------------------------------------------------------- all replicas at once, rounds begun before the last is over
+
+GROUPED = {"data": "synthetic-groups", "clients": None, "participation": 1.0, "model": "logistic"}
+NOISY = {"noise": "0.6,0.5", "model": "logistic", "rounds": 9}
+FEDCORR = "fedcorr:iterations=2,together=6,confidence=0.3"
+MANY = {"participation": 0.4}
+RUNS = [
+    *((name, MANY) for name in ("fedavg", "adafed", "fedfv", "fedlf", "even", "fedmdfg", "ditto", "afl", "fedcka")),
+    *((name, {**MANY, "sampling.dropout": 0.4}) for name in ("fedavg", "fedlf", "even", "fedmdfg", "ditto")),
+    *((name, {**MANY, "sampling.availability": 0.2}) for name in ("fedavg", "even")),
+    *((name, {**MANY, "measure": "needed"}) for name in ("fedavg", "even")),
+    *((name, {**MANY, "chunk": 2}) for name in ("even", "fedmdfg")),
+    *((name, GROUPED) for name in ("mfairfl", "fairfed", "indfair", "cenfair")),
+    *((name, NOISY) for name in ("fedavg", FEDCORR)),
+    ("qffl:q=1,losses=trained", MANY),
+    ("fedadam", {**MANY, "partition": "dir:0.3", "work.epochs": 2, "sampling.stragglers": 0.5}),
+]
+
+
+class Overwritten(Replayed):
+    """As graphs do: the outputs of work of the same shape are put into the same place every time."""
+
+    def __call__(self, key, work, inputs):
+        key = (key, *((name, tensor.shape) for name, tensor in inputs.items()))
+        found = work(**inputs)
+        for place, tensor in zip(self.captured.setdefault(key, [one.clone() for one in found]), found, strict=True):
+            place.copy_(tensor)
+        return self.captured[key]
+
+
+def as_on_a_gpu(name: str, **settings):
+    """A simulation that treats the CPU as it would a GPU."""
+    made = simulation_of(name, **settings)
+    made.together, made.replayed = True, Overwritten()
+    return made
+
+
+def told(made):
+    """Everything that a simulation found, but for the time it took."""
+    return [
+        {
+            "rounds": [{key: value for key, value in entry.items() if key != "seconds"} for entry in replica.rounds],
+            "evaluations": [{key: np.asarray(value).tolist() for key, value in e.items()} for e in replica.evaluations],
+            "model": replica.model.tolist(),
+            "personal": None if replica.personal is None else replica.personal.tolist(),
+        }
+        for replica in made.replicas
+    ]
+
+
+@pytest.mark.parametrize(("name", "settings"), RUNS)
+def test_a_round_begun_early_is_the_round(name, settings):
+    plain, early, ahead = simulation_of(name, **settings), as_on_a_gpu(name, **settings), []
+    plain.run()
+    early.run(after_round=lambda made: ahead.append(made._begun is not None))
+    assert str(told(early)) == str(told(plain))  # as text, since NaN is not equal to itself
+    assert not ahead[-1]
+    assert any(ahead) == (settings is not GROUPED)
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedlf", "fedfv", "even", "ditto", "fedmdfg"])
+@pytest.mark.parametrize("settings", [{}, {"sampling.dropout": 0.4}, {"partition": "dir:0.3"}])
+def test_replicas_taken_together_find_what_each_finds(name, settings):
+    settings = {**MANY, **settings, "seeds": [0, 5, 9], "rounds": 4}
+    plain, together = simulation_of(name, **settings), as_on_a_gpu(name, **settings)
+    plain.run()
+    together.run()
+    for found, expected in zip(together.replicas, plain.replicas, strict=True):
+        assert torch.linalg.norm(found.model - expected.model) <= 1e-4 * torch.linalg.norm(expected.model)
+        for one, other in zip(found.rounds, expected.rounds, strict=True):
+            assert one.keys() == other.keys()
+            assert (one["asked"], one["lost"]) == (other["asked"], other["lost"])
+            np.testing.assert_allclose(one["coefficients"], other["coefficients"], rtol=1e-2, atol=1e-3)
+            np.testing.assert_allclose(one["losses_after"], other["losses_after"], rtol=1e-3)
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedlf", "fedfv", "even", "ditto", "fedmdfg", "fedcka", FEDCORR])
+@pytest.mark.parametrize("seeds", [[0], [0, 5]])
+def test_a_stop_leaves_no_trace_of_a_round_begun_early(name, seeds, tmp_path):
+    from evenhand.engine.checkpoint import restore, save
+
+    settings = {**(NOISY if name == FEDCORR else MANY), "sampling.dropout": 0.3, "seeds": seeds}
+    through, stopped, continued, pieces = (as_on_a_gpu(name, **settings) for _ in range(4))
+    through.run()
+
+    def leave(made):
+        if made.round == 4:
+            save(made, tmp_path / "checkpoint")
+            raise Stop
+
+    with pytest.raises(Stop):
+        stopped.run(after_round=leave)
+    restore(continued, tmp_path / "checkpoint")
+    for until in range(1, through.round + 1):
+        pieces.run(until=until)
+        assert pieces._begun is None
+    for made in (stopped, continued):
+        made.run()
+    for made in (stopped, continued, pieces):
+        assert str(told(made)) == str(told(through))
+
+
+def test_a_round_begun_early_is_forgotten_where_the_model_was_changed():
+    def change(made):
+        if made.round == 3:
+            made.replicas[0].model = 0.5 * made.replicas[0].model
+
+    plain, early = simulation_of("even", **MANY), as_on_a_gpu("even", **MANY)
+    plain.run(after_round=change)
+    early.run(after_round=change)
+    assert str(told(early)) == str(told(plain))
+
+
 @pytest.mark.parametrize("settings", [{}, {"chunk": 2}, {"partition": "dir:0.3"}])
 def test_a_rule_may_ask_for_losses_after_training(settings, monkeypatch):
     import evenhand.engine.simulation as module
 
     seen = []
 
-    def watched(chosen, given, **inputs):
-        seen.append((inputs["clients"], inputs["losses"], given.parts[0].clone()))
-        return open_round(chosen, given, **inputs)
+    def watched(**inputs):
+        seen.append((inputs["ids"], inputs["values"]["losses"], inputs["given"].parts[0].clone()))
+        return Opened(**inputs)
 
-    open_round = module.open_round
-    monkeypatch.setattr(module, "open_round", watched)
+    Opened = module.Opened
+    monkeypatch.setattr(module, "Opened", watched)
     chosen = Experiment().with_settings({"clients": 6, "rounds": 1, "participation": 0.7, "device": "cpu", **settings})
     made = prepare(chosen, [method("qffl:q=2,losses=trained"), method("qffl:q=2")])
     start = made.replicas[0].model.clone()

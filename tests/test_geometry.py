@@ -19,10 +19,12 @@ from evenhand.geometry import (
     STRETCH,
     TILE,
     combine,
+    combine_within,
     exact_products,
     gram,
     past_updates,
     products,
+    products_within,
     read_updates,
     restore,
 )
@@ -768,6 +770,25 @@ def test_what_cannot_be_read_is_refused_by_name(given, said):
 
 
 # ------------------------------------------------------------------------------------------------ memory
+
+
+@pytest.mark.parametrize("layers", [[4], [1, 3, 2]])  # in stretches
+@pytest.mark.parametrize("bytes_at_once", [1, 1 << 30])
+def test_several_cohorts_at_once_find_what_each_finds(layers, bytes_at_once, monkeypatch):
+    monkeypatch.setattr("evenhand.geometry.SIDE_BY_SIDE", bytes_at_once)
+    rows = torch.from_numpy(np.random.default_rng(0).standard_normal((15, STRETCH * sum(layers)))).float()
+    layout = read_updates(rows, [STRETCH * size for size in layers]).layout
+    cohorts = [read_updates(own, [STRETCH * size for size in layers]) for own in rows.split(5)]
+    for found, own in zip(products_within(rows, layout, 3), cohorts, strict=True):
+        np.testing.assert_allclose(found, gram(own), rtol=1e-6, atol=1e-3)
+    each = np.random.default_rng(1).standard_normal((3, len(layers), 5))
+    for coefficients in (each, np.repeat(each[:, :1], len(layers), axis=1)):
+        for found, scales, own in zip(combine_within(coefficients, rows, layout), coefficients, cohorts, strict=True):
+            torch.testing.assert_close(found, combine(scales, own)[0], rtol=1e-5, atol=1e-5)
+            past = [(cohorts[0], scales[:, ::-1].copy())]
+            both = combine(scales, own, past, own=[found])[0]
+            torch.testing.assert_close(both, combine(scales, own, past)[0], rtol=1e-5, atol=1e-5)
+
 
 MEASURE = """
 import numpy as np, torch

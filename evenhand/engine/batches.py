@@ -17,10 +17,12 @@ import torch
 from torch import Tensor
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
+Floats = np.ndarray[Any, np.dtype[np.float64]]
 Floats32 = np.ndarray[Any, np.dtype[np.float32]]
 
 
 OPTIONAL = ("labels", "partners", "blend")
+ALIGNED = 256  # bytes: where the pieces of a transfer begin
 
 
 @dataclass(frozen=True)
@@ -40,21 +42,29 @@ class Plan:
         return len(self.indices)
 
 
-def plan(
-    samples: Sequence[Indices],
-    *,
-    epochs: np.ndarray[Any, np.dtype[np.float64]],
-    batch_size: int | None,
-    rng: np.random.Generator,
-) -> Plan:
+@dataclass(frozen=True)
+class Cohort:
+    """Clients of a round: each one's samples and epochs, and the random numbers that shuffle them."""
+
+    samples: Sequence[Indices]
+    epochs: Floats
+    rng: np.random.Generator
+
+
+def plan(samples: Sequence[Indices], *, epochs: Floats, batch_size: int | None, rng: np.random.Generator) -> Plan:
     """Shuffle every client's samples each epoch and cut them into batches; the last batch of an epoch may be short.
 
     A client with fractional epochs stops after that share of its steps, but never before the first.
     """
-    rows = len(samples)
-    sizes = np.array([len(entry) for entry in samples], dtype=np.int64)
-    widest = int(sizes.max(initial=1)) or 1
-    batch = widest if batch_size is None else min(batch_size, widest)
+    return plan_together([Cohort(samples, epochs, rng)], batch_size)
+
+
+def plan_together(cohorts: Sequence[Cohort], batch_size: int | None) -> Plan:
+    """Several cohorts' plans one after another, padded to the longest and widest; each is what it would be alone."""
+    samples = [own for cohort in cohorts for own in cohort.samples]
+    epochs = np.concatenate([cohort.epochs for cohort in cohorts])
+    rows, sizes = len(samples), np.array([len(own) for own in samples], dtype=np.int64)
+    batch = _batch(sizes, batch_size)
     per_epoch = -(-sizes // batch)
     steps_of = np.maximum(np.ceil(per_epoch * epochs - 1e-9).astype(np.int64), np.minimum(per_epoch, 1))
     longest, steps = int(per_epoch.max(initial=0)), int(steps_of.max(initial=0))
@@ -66,13 +76,16 @@ def plan(
     weight = kept * (np.float32(1.0) / filled.astype(np.float32))[:, :, None]
     shares = kept * (np.float32(1.0) / np.maximum(sizes, 1).astype(np.float32))[:, None, None]
     if epochs.max(initial=0.0) == 1.0 == epochs.min(initial=1.0):  # nothing to line up
-        order = _shuffled(padded, real, batch_size, rng)
+        order = padded if batch_size is None else _shuffled(padded, real, _keys(cohorts, real.shape, batch_size))
         return Plan(order.reshape(kept.shape), weight, shares, steps)
     indices = np.zeros((rows, max(steps, longest), batch), dtype=np.int64)
     weights = np.zeros(indices.shape, dtype=np.float32)
     step = np.arange(longest)
-    for epoch in range(max(1, int(np.ceil(epochs.max(initial=0.0) - 1e-9)))):
-        cut = _shuffled(padded, real, batch_size, rng).reshape(kept.shape)
+    for epoch in range(_rounded_up(epochs)):
+        cut = padded
+        if batch_size is not None:
+            cut = _shuffled(padded, real, _keys(cohorts, real.shape, batch_size, epoch))
+        cut = cut.reshape(kept.shape)
         here = step + epoch * per_epoch[:, None]  # a client's epochs follow each other without a gap
         row, column = np.nonzero((step < per_epoch[:, None]) & (here < np.maximum(steps_of, per_epoch)[:, None]))
         indices[row, here[row, column]] = cut[row, column]
@@ -81,14 +94,33 @@ def plan(
     return Plan(indices, weights, shares, steps)
 
 
-def _shuffled(
-    padded: Indices, real: np.ndarray[Any, np.dtype[np.bool_]], batch_size: int | None, rng: np.random.Generator
-) -> Indices:
-    """Every row's samples in random order, padding last; the full batch needs no order."""
-    if batch_size is None:
-        return padded
-    keys = np.where(real, rng.random(padded.shape), 2.0)
-    return np.take_along_axis(padded, np.argsort(keys, axis=1), axis=1)
+def _batch(sizes: Indices, batch_size: int | None) -> int:
+    """Samples in the largest batch of clients of these sizes."""
+    widest = int(sizes.max(initial=1)) or 1
+    return widest if batch_size is None else min(batch_size, widest)
+
+
+def _rounded_up(epochs: Floats) -> int:
+    """Epochs that anybody begins."""
+    return max(1, int(np.ceil(epochs.max(initial=0.0) - 1e-9)))
+
+
+def _keys(cohorts: Sequence[Cohort], shape: tuple[int, ...], batch_size: int, epoch: int = 0) -> Floats:
+    """Random numbers by which an epoch's samples are sorted; every cohort draws as many as it would alone."""
+    keys, start = np.zeros(shape), 0
+    for cohort in cohorts:
+        sizes = np.array([len(own) for own in cohort.samples], dtype=np.int64)
+        batch = _batch(sizes, batch_size)
+        width = -(-int(sizes.max(initial=0)) // batch) * batch
+        if epoch < _rounded_up(cohort.epochs):
+            keys[start : start + len(sizes), :width] = cohort.rng.random((len(sizes), width))
+        start += len(sizes)
+    return keys
+
+
+def _shuffled(padded: Indices, real: np.ndarray[Any, np.dtype[np.bool_]], keys: Floats) -> Indices:
+    """Every row's samples in the order of their keys, padding last."""
+    return np.take_along_axis(padded, np.argsort(np.where(real, keys, 2.0), axis=1), axis=1)
 
 
 def relabelled(slots: Plan, samples: Indices, labels: Indices) -> Plan:
@@ -147,15 +179,12 @@ class Batches:
 
     @classmethod
     def of(cls, steps: Plan, device: torch.device) -> Batches:
-        moving = (steps.weights[:, : steps.steps] > 0).any(axis=2)
+        named = {name: getattr(steps, name) for name in ("indices", "weights", "shares", *OPTIONAL)}
         return cls(
-            indices=_sent(steps.indices, device),
-            weights=_sent(steps.weights, device),
-            shares=_sent(steps.shares, device),
+            **_sent({name: array for name, array in named.items() if array is not None}, device),
             steps=steps.steps,
-            steady=bool(moving.all()),
+            steady=bool((steps.weights[:, : steps.steps, 0] > 0).all()),  # a batch's padding comes last
             whole=steps.shares.shape[1] == 1,
-            **{name: _sent(getattr(steps, name), device) for name in OPTIONAL if getattr(steps, name) is not None},
         )
 
     def tensors(self) -> dict[str, Tensor]:
@@ -168,10 +197,27 @@ class Batches:
         return replace(self, **chosen)
 
 
-def _sent(array: np.ndarray[Any, Any], device: torch.device) -> Tensor:
-    """To the device without waiting for what it is doing."""
-    tensor = torch.from_numpy(array)
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+def _sent(arrays: dict[str, np.ndarray[Any, Any]], device: torch.device) -> dict[str, Any]:
+    """Arrays on the device; to another one than the CPU all at once, without waiting for what it is doing."""
+    found = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    return found if device.type == "cpu" else packed(found, device)
+
+
+def packed(tensors: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Tensors on another device in one transfer: pieces of one buffer there."""
+    sizes = [-(-tensor.nbytes // ALIGNED) * ALIGNED for tensor in tensors.values()]
+    starts = np.cumsum([0, *sizes]).tolist()
+    buffer = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+    def pieces(buffer: Tensor) -> dict[str, Tensor]:
+        return {
+            name: buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for (name, tensor), start in zip(tensors.items(), starts, strict=False)
+        }
+
+    for name, piece in pieces(buffer).items():
+        piece.copy_(tensors[name])
+    return pieces(buffer.to(device, non_blocking=True))
 
 
 @dataclass(frozen=True)

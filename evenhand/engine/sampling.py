@@ -61,11 +61,12 @@ class Sampling:
 
     def failed(self, seed: int, round: int, cohort: Indices) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """Which of the asked clients never answer; at least one always does unless the schedule says otherwise."""
-        lost = np.isin(cohort, self.drop.get(str(round), []))
+        scheduled = self.drop.get(str(round), [])
+        lost = np.isin(cohort, scheduled) if scheduled else np.zeros(len(cohort), dtype=bool)
         if self.dropout > 0.0 and len(cohort):
             chances = stream(seed, "dropout", round).random(len(cohort))
             lost |= chances < self.dropout
-            if lost.all() and not np.isin(cohort, self.drop.get(str(round), [])).all():
+            if lost.all() and not np.isin(cohort, scheduled).all():
                 lost[np.argmax(chances)] = False
         return lost
 

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import is_
 from time import perf_counter
 from typing import Any
 
@@ -13,11 +14,22 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from evenhand.aggregation import Aggregate, open_round
+from evenhand.aggregation import Aggregate, Opened, Weighed
 from evenhand.checks import EvenhandError, NoUsableClient
 from evenhand.constraints import Leaning, Sums, View
 from evenhand.data import Dataset, Partition, Split
-from evenhand.engine.batches import Batches, Indices, Plan, Samples, gather, join, mixed, plan, relabelled
+from evenhand.engine.batches import (
+    Batches,
+    Cohort,
+    Indices,
+    Plan,
+    Samples,
+    gather,
+    join,
+    mixed,
+    plan_together,
+    relabelled,
+)
 from evenhand.engine.choice import choose_program
 from evenhand.engine.correction import Course, log_probabilities
 from evenhand.engine.graphs import Replayed
@@ -25,7 +37,17 @@ from evenhand.engine.groups import Told, cells_of, check_groups, looks_at_groups
 from evenhand.engine.programs import layers_of
 from evenhand.engine.sampling import Sampling
 from evenhand.engine.training import Asked, Columns, Local, LocalWork, Shape, evaluate, samples_at_once
-from evenhand.geometry import Layout, Updates, launch, read_updates, settle, to_numpy
+from evenhand.geometry import (
+    Awaited,
+    Layout,
+    Updates,
+    combine_within,
+    launch,
+    products_within,
+    read_updates,
+    settle,
+    to_numpy,
+)
 from evenhand.holdings import Holdings, class_names
 from evenhand.methods import METHODS, Method
 from evenhand.objectives import Correction, Personal, Proximal, Similarity
@@ -113,6 +135,11 @@ class Ready:
         """Those of them whose clients answer."""
         return np.arange(*self.edges[number : number + 2])[~self.lost[number]]
 
+    @cached_property
+    def alike(self) -> bool:
+        """Whether there are several replicas, whose rows all arrive, as many of each."""
+        return len(self.replicas) > 1 and self.even and not np.concatenate(self.lost).any()
+
     def parts(self) -> Iterator[tuple[slice, Batches]]:
         start = 0
         for batches in self.pieces:
@@ -127,6 +154,35 @@ class Turn:
     given: Updates
     past: list[Updates]
     kept: Indices
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A round whose clients have been set to work, which the device may not have finished."""
+
+    ready: Ready
+    received: list[Tensor]  # every replica's model
+    models: Tensor  # the same as rows
+    updates: Tensor
+    told: Told | None
+    measuring: bool
+    turns: list[Turn]
+    under_way: list[int]  # how many inner products each replica waits for
+    found: Awaited  # what was measured, and all these
+
+    def fits(self, index: int) -> bool:
+        """Whether this is what round `index` would begin with now."""
+        models = [replica.model for replica in self.ready.replicas]
+        return self.ready.round == index and all(map(is_, models, self.received))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a replica's server makes of a round, until it is written down."""
+
+    weighed: Weighed
+    losses: Floats | None  # of those who answered, at the received model
+    trials: list[Floats]  # their losses at each step that was tried
 
 
 LONGEST = 256  # local steps that are captured as one graph; of more a round is long anyway
@@ -163,13 +219,15 @@ class Simulation:
         )
         self.replayed = Replayed() if Replayed.possible(device, program) else None
         self._ahead: Ready | None = None  # the next round, prepared while the device works
+        self._begun: Begun | None = None  # and begun before this one is written down
         self._rows: Tensor | None = None
         self._layout: Layout | None = None
         self._held_owners: tuple[tuple[int, ...], Tensor] | None = None
         self._held_columns: tuple[Tensor, dict[str, list[float]], Columns] | None = None
         self.replicas = list(replicas)
-        # A GPU has room for all replicas at once; a CPU has its hands full with one, whose rows then stay in its cache.
-        self.groups = [[replica] for replica in self.replicas] if device.type == "cpu" else [self.replicas]
+        # A GPU has room for all replicas at once, and works while this program prepares rounds and writes them down; a
+        # CPU has its hands full with one, whose rows then stay in its cache.
+        self.together = device.type != "cpu"
         self.round = 0
         for replica in self.replicas:
             if len(replica.partition.train) == 0:
@@ -228,7 +286,7 @@ class Simulation:
         if self.round == 0 and not self.replicas[0].evaluations:
             self.evaluate()
         while self.round < last:
-            self._play()
+            self._play(last)
             self.round += 1
             if self.round % self.settings.eval_every == 0 or self.round == self.settings.rounds:
                 self.evaluate()
@@ -237,48 +295,86 @@ class Simulation:
 
     # ------------------------------------------------------------------------------------------------ one round
 
-    def _play(self) -> None:
-        for group in self.groups:
-            self._play_together(group)
+    def _play(self, last: int) -> None:
+        for group in [self.replicas] if self.together else [[replica] for replica in self.replicas]:
+            self._play_together(group, last)
 
-    def _play_together(self, replicas: list[Replica]) -> None:
+    def _play_together(self, replicas: list[Replica], last: int) -> None:
         """One round of some replicas, whose rows are trained as one program."""
         started = perf_counter()
-        ready = self._ahead
-        if ready is None or ready.round != self.round:
-            ready = self._prepare(self.round, replicas)
-        if not len(ready.owner):  # nobody could be reached
-            for replica in replicas:
-                replica.rounds.append({"round": self.round, "asked": [], "lost": [], "note": NOBODY, "seconds": 0.0})
-            self._correct(replicas)
-            return
-        if replicas[0].method.training == "alone":
-            self._play_alone(ready)
-            return
+        begun, self._begun = self._begun, None
+        if begun is None or not begun.fits(self.round):
+            ready = self._ahead
+            if ready is None or ready.round != self.round:
+                ready = self._prepare(self.round, replicas)
+            if not len(ready.owner):  # nobody could be reached
+                nobody = {"round": self.round, "asked": [], "lost": [], "note": NOBODY, "seconds": 0.0}
+                for replica in replicas:
+                    replica.rounds.append(nobody.copy())
+                self._correct(replicas)
+                return
+            if replicas[0].method.training == "alone":
+                self._play_alone(ready)
+                return
+            begun = self._begin(ready)
+        self._finish(begun, last)
+        seconds = (perf_counter() - started) / len(replicas)
+        for replica in replicas:
+            replica.rounds[-1]["seconds"] = seconds
+
+    def _begin(self, ready: Ready) -> Begun:
+        """Set the clients of a round to work, and ask for what the server wants to know; changes no replica's model."""
+        replicas = ready.replicas
         models = self._models(replicas)
         measuring = self.settings.measure != "needed" or any(_needs_losses(replica.method) for replica in replicas)
         told = self._tell(models[ready.owner] if len(models) > 1 and not ready.even else models, ready)
         updates, measured = self._train(models, ready, measuring and told is None, told)
-        self._remember(models, updates, ready)
-        self._train_personal(models, ready)
         turns = [self._arrived(number, updates, ready) for number in range(len(replicas))]
-        launched = [launch(turn.given, turn.past) if turn.kept.size else [] for turn in turns]
-        settled = all(replica.course is None or replica.course.stage(self.round) == 3 for replica in replicas)
-        if self.device.type != "cpu" and self.round + 1 < self.settings.rounds and settled:
-            self._ahead = self._prepare(self.round + 1, replicas)
-        (losses, right), *products = to_numpy([measured, *itertools.chain(*launched)])
-        if told is not None:
-            measuring, (losses, right) = True, told.measured
-        trained = self._after_training(models, updates, ready)
-        for number, turn in enumerate(turns):
-            own = [products.pop(0) for _ in launched[number]]
-            self._serve(number, ready, turn, own, (losses, right) if measuring else None, told, trained)
+        own: Sequence[Tensor | None] = [None] * len(replicas)
+        if ready.alike:
+            own = products_within(updates, self._layout_of(updates), len(replicas)).unbind()
+        given = zip(turns, own, strict=True)
+        launched = [launch(turn.given, turn.past, there) if turn.kept.size else [] for turn, there in given]
+        found = Awaited([measured, *itertools.chain(*launched)])
+        received, under_way = [replica.model for replica in replicas], [len(own) for own in launched]
+        return Begun(ready, received, models, updates, told, measuring, turns, under_way, found)
+
+    def _finish(self, begun: Begun, last: int) -> None:
+        """The server's part of a round; the next one is begun before this one is written down, where that can be."""
+        ready, told = begun.ready, begun.told
+        self._remember(begun.models, begun.updates, ready)
+        self._train_personal(begun.models, ready)
+        self._ahead = self._prepare(self.round + 1, ready.replicas) if self._known_ahead(ready.replicas) else None
+        (losses, right), *products = begun.found.numpy()
+        measured = told.measured if told is not None else (losses, right) if begun.measuring else None
+        trained = self._after_training(begun.models, begun.updates, ready)
+        own = iter(products)
+        verdicts = [
+            self._weigh(number, begun, list(itertools.islice(own, count)), measured, trained) if count else None
+            for number, count in enumerate(begun.under_way)
+        ]
+        outcomes = self._serve(begun, verdicts)
+        after = None
         if self.settings.measure == "all":
-            self._see_who_fell(ready, turns, losses)
-        self._correct(replicas)
-        seconds = (perf_counter() - started) / len(replicas)
-        for replica in replicas:
-            replica.rounds[-1]["seconds"] = seconds
+            after = Awaited([self._measure(self._models(ready.replicas), ready, slice(0, len(ready.owner)))])
+        if self._ahead is not None and self._may_begin(self._ahead, last):
+            self._begun = self._begin(self._ahead)
+        for number, (verdict, out) in enumerate(zip(verdicts, outcomes, strict=True)):
+            self._write_down(number, begun, verdict, out)
+        if after is not None and measured is not None:
+            self._see_who_fell(begun, after.numpy()[0], measured[0])
+        self._correct(ready.replicas)
+
+    def _known_ahead(self, replicas: list[Replica]) -> bool:
+        """Whether the next round's clients and batches can be prepared while the device works on this one."""
+        settled = all(replica.course is None or replica.course.stage(self.round) == 3 for replica in replicas)
+        return self.together and self.round + 1 < self.settings.rounds and settled
+
+    def _may_begin(self, ready: Ready, last: int) -> bool:
+        """Whether a round's clients can be set to work without a look at what they say and without a change to them."""
+        methods = [replica.method for replica in ready.replicas]
+        told = self.cells is not None and any(map(looks_at_groups, methods))
+        return ready.round < last and len(ready.owner) > 0 and not told
 
     def _models(self, replicas: list[Replica]) -> Tensor:
         models = [replica.model for replica in replicas]
@@ -288,7 +384,7 @@ class Simulation:
         """Who takes part in a round and on which samples: known before the round begins."""
         sampling, work = self.settings.sampling, self.settings.work
         asked, lost = [], []
-        plans: dict[Any, Plan] = {}  # replicas of a seed on the same data do the same work, and share its plan
+        cohorts: dict[Any, tuple[Replica, Cohort]] = {}  # replicas of a seed on the same data do the same work
         whose: list[Any] = []
         for replica in replicas:
             sizes = replica.trained.sizes
@@ -303,18 +399,21 @@ class Simulation:
             lost.append(sampling.failed(replica.seed, index, here) if sending else np.zeros(len(here), dtype=bool))
             one = _one_batch(replica.method)
             whose.append((replica.seed, id(replica.partition), pooled, replica.course and id(replica), one))
-            if whose[-1] not in plans:
+            if whose[-1] not in cohorts:
                 epochs = sampling.epochs(replica.seed, index, here, 1 if one else work.epochs)
                 rng = stream(replica.seed, "batches", index)
-                plans[whose[-1]] = self._plan(replica, here, epochs, rng)
+                cohorts[whose[-1]] = replica, Cohort(self._samples(replica, here), epochs, rng)
         counts = [len(here) for here in asked]
         chunk = self.settings.chunk or max(1, sum(counts))
-        every = Batches.of(join(list(plans.values())), self.device)
-        if len(plans) < len(replicas):
-            starts = dict(zip(plans, np.cumsum([0, *(entry.rows for entry in plans.values())]), strict=False))
+        every = Batches.of(self._plan(list(cohorts.values())), self.device)
+        if len(cohorts) < len(replicas):
+            edges = np.cumsum([0, *(len(cohort.samples) for _, cohort in cohorts.values())])
+            starts = dict(zip(cohorts, edges, strict=False))
             rows = np.concatenate([starts[key] + np.arange(count) for key, count in zip(whose, counts, strict=True)])
             every = every.part(torch.from_numpy(rows).to(self.device))
-        pieces = [every.part(slice(start, start + chunk)) for start in range(0, sum(counts), chunk)]
+        pieces = [every]
+        if chunk < sum(counts):
+            pieces = [every.part(slice(start, start + chunk)) for start in range(0, sum(counts), chunk)]
         return Ready(
             round=index,
             replicas=replicas,
@@ -326,17 +425,25 @@ class Simulation:
             pieces=pieces,
         )
 
-    def _plan(self, replica: Replica, clients: Indices, epochs: Floats, rng: np.random.Generator) -> Plan:
-        """The clients' local steps; with the labels as they have them, where anybody's are not the data set's."""
-        held, labels, size = replica.trained, replica.labels, self.settings.work.batch_size
-        if labels is None and self.noisy:
-            labels = self.dataset.labels[held.indices]
-        most = size if _one_batch(replica.method) else None
-        if labels is None:
-            return plan([held[client][:most] for client in clients], epochs=epochs, batch_size=size, rng=rng)
-        slots = [np.arange(*held.offsets[client : client + 2])[:most] for client in clients]
-        steps = relabelled(plan(slots, epochs=epochs, batch_size=size, rng=rng), held.indices, labels)
-        return mixed(steps, mixup_of(replica.method), rng) if self.mixing else steps
+    def _samples(self, replica: Replica, clients: Indices) -> list[Indices]:
+        """The clients' samples, or their places among all training samples where labels go by these."""
+        held, most = replica.trained, self.settings.work.batch_size if _one_batch(replica.method) else None
+        every = np.arange(len(held.indices)) if self.noisy else held.indices
+        edges = zip(held.offsets[clients].tolist(), held.offsets[clients + 1].tolist(), strict=True)
+        return [every[start:stop][:most] for start, stop in edges]
+
+    def _plan(self, cohorts: Sequence[tuple[Replica, Cohort]]) -> Plan:
+        """All local steps; with the labels as the clients have them, where anybody's are not the data set's."""
+        size = self.settings.work.batch_size
+        if not self.noisy:
+            return plan_together([cohort for _, cohort in cohorts], size)
+        plans = []
+        for replica, cohort in cohorts:
+            held, labels = replica.trained, replica.labels
+            labels = self.dataset.labels[held.indices] if labels is None else labels
+            steps = relabelled(plan_together([cohort], size), held.indices, labels)
+            plans.append(mixed(steps, mixup_of(replica.method), cohort.rng) if self.mixing else steps)
+        return join(plans)
 
     def _owners(self, counts: tuple[int, ...]) -> Tensor:
         """Which replica each row belongs to; kept, since most rounds are alike."""
@@ -454,7 +561,7 @@ class Simulation:
 
         return self.replayed(key, captured, {"models": models, **batches.tensors(), **columns})
 
-    def _measure(self, models: Tensor, ready: Ready, rows: slice) -> Floats:
+    def _measure(self, models: Tensor, ready: Ready, rows: slice) -> Tensor:
         """Loss at some rows' own data of one model, or of every replica's."""
         found = []
         for part, batches in ready.parts():
@@ -465,12 +572,12 @@ class Simulation:
             piece = batches if whole else batches.part(slice(here.start - part.start, here.stop - part.start))
             received = models if len(models) == 1 or (ready.even and whole) else models[ready.owner[here]]
             found.append(self._measure_piece(received, piece)[0])
-        return to_numpy([torch.cat(found)])[0]
+        return torch.cat(found)
 
     def _measure_piece(self, models: Tensor, batches: Batches) -> Tensor:
         if self.replayed is None:
             return self.local.measure(models, batches)
-        return self._replay(("measure",), lambda *given: (self.local.measure(*given),), models, batches, {})[0]
+        return self._replay(("measure",), lambda *given: (self.local.measure(*given),), models, batches, {})[0].clone()
 
     def _leashed(self, ready: Ready, columns: Columns) -> Columns:
         """FedCorr: with each row's pull towards the received model, which follows from how noisy it seems."""
@@ -586,74 +693,116 @@ class Simulation:
     def _arrived(self, number: int, updates: Tensor, ready: Ready) -> Turn:
         """The rows of a replica that arrived, in the form in which `aggregate` reads them."""
         rows, lost = updates[ready.rows(number)], ready.lost[number]
-        if self._layout is None:
-            self._layout = read_updates(updates, self.shape.layers).layout
-        given, kept = Updates(self._layout, (rows,), len(rows)), np.flatnonzero(~lost)
+        given, kept = Updates(self._layout_of(updates), (rows,), len(rows)), np.flatnonzero(~lost)
         if lost.any():
             given = given.select(kept.tolist())
         state = ready.replicas[number].state
         return Turn(given, [] if state is None else state.memory.pieces(given), kept)
 
-    def _serve(
+    def _layout_of(self, updates: Tensor) -> Layout:
+        if self._layout is None:
+            self._layout = read_updates(updates, self.shape.layers).layout
+        return self._layout
+
+    def _weigh(
         self,
         number: int,
-        ready: Ready,
-        turn: Turn,
+        begun: Begun,
         products: list[Floats],
         measured: tuple[Floats, Floats] | None,
-        told: Told | None,
         trained: tuple[Floats, Floats] | None,
-    ) -> None:
-        """The server's part of a round for one replica: rule, server step, record."""
-        replica, asked, lost = ready.replicas[number], ready.asked[number], ready.lost[number]
-        record: dict[str, Any] = {"round": self.round, "asked": asked.tolist(), "lost": asked[lost].tolist()}
-        replica.rounds.append(record)
-        if not len(turn.kept):
-            record["note"] = NOBODY
-            return
-        trials, rows = 0, ready.rows(number)
+    ) -> Verdict:
+        """What the rule of one replica answers to those who arrived."""
+        ready, turn, told = begun.ready, begun.turns[number], begun.told
+        replica, rows = ready.replicas[number], ready.rows(number)
+        trials: list[Floats] = []
 
         def trial_losses(trial: Tensor) -> Floats:
-            nonlocal trials
-            trials += 1
-            return self._measure((replica.model - trial).unsqueeze(0), ready, rows)[turn.kept]
+            found = self._measure((replica.model - trial).unsqueeze(0), ready, rows)
+            trials.append(to_numpy([found])[0][turn.kept])
+            return trials[-1]
 
-        clients = asked[turn.kept]
+        clients = ready.asked[number][turn.kept]
         losses, right = (None, None) if measured is None else (part[rows][turn.kept] for part in measured)
-        wanted = wants_trained(replica.method)
-        seen = (
-            {} if trained is None else {name: part[rows][turn.kept] for name, part in zip(SEEN, trained, strict=True)}
-        )
+        seen: dict[str, Floats | None] = {"losses": losses, "accuracies": right}
+        if trained is not None:
+            wanted = wants_trained(replica.method)
+            seen |= {name: part[rows][turn.kept] for name, part in zip(SEEN, trained, strict=True) if name in wanted}
         leaning = None if told is None else told.leanings[number]
-        weighed_sizes = None if leaning is None else leaning.sizes
+        sizes = None if leaning is None else leaning.sizes
         method = replica.acting(self.round)
         fairness = {} if told is None else told.fairness(method, ready.answering(number))
-        opened = open_round(
-            method,
-            turn.given,
-            losses=seen["losses"] if "losses" in wanted else losses,
-            sizes=replica.trained.sizes[clients].astype(np.float64) if weighed_sizes is None else weighed_sizes,
-            accuracies=seen["accuracies"] if "accuracies" in wanted else right,
-            **fairness,
-            clients=clients.tolist(),
-            round=self.round,
+        columns = {
+            "losses": seen["losses"],
+            "sizes": replica.trained.sizes[clients].astype(np.float64) if sizes is None else sizes,
+            "accuracies": seen["accuracies"],
+            "fairness": fairness.get("fairness"),
+        }
+        opened = Opened(  # as `open_round` would: what is made here needs no checks
+            chosen=method,
+            given=turn.given,
+            ids=tuple(clients.tolist()),
+            named=True,
+            index=self.round,
+            values={name: column for name, column in columns.items() if column is not None},
+            overall={name: value for name, value in fairness.items() if name == "fairness_global"},
             state=replica.state,
             lr=self.settings.work.rate(self.round),
             evaluate=trial_losses,
+            on_bad="exclude",
             seed=replica.seed,
         )
         try:
-            weighed = opened.weigh(*settle(turn.given, turn.past, products))
+            return Verdict(opened.weigh(*settle(turn.given, turn.past, products)), losses, trials)
         except NoUsableClient as error:
             raise NoUsableClient(f"seed {replica.seed}: {error}") from error
-        out = weighed.close(weighed.direction(), own=True, keep_on=self.settings.keep_on)
-        replica.model = replica.model - out.update
-        if method is replica.method:
-            replica.state, replica.offset = out.state, out.evaluation_offset
-        record |= self._record(out, losses, len(asked), len(clients), trials)
+
+    def _serve(self, begun: Begun, verdicts: Sequence[Verdict | None]) -> list[Aggregate | None]:
+        """Every replica's server step: its new model and what its method carries."""
+        weighed = [None if verdict is None else verdict.weighed for verdict in verdicts]
+        outcomes = [
+            None if one is None else one.close(one.direction(own), own=True, keep_on=self.settings.keep_on)
+            for one, own in zip(weighed, self._combined(begun, weighed), strict=True)
+        ]
+        served = [(one, out) for one, out in zip(begun.ready.replicas, outcomes, strict=True) if out is not None]
+        if not served:
+            return outcomes
+        models = torch._foreach_sub([one.model for one, _ in served], [out.update for _, out in served])
+        for (replica, out), model in zip(served, models, strict=True):
+            replica.model = model
+            if replica.acting(self.round) is replica.method:
+                replica.state, replica.offset = out.state, out.evaluation_offset
+        return outcomes
+
+    def _combined(self, begun: Begun, weighed: Sequence[Weighed | None]) -> Sequence[list[Tensor] | None]:
+        """The present clients' part of every direction, all replicas at once where that can be."""
+        own = [one.coefficients[:, : len(one.here)] for one in weighed if one is not None and not one.excluded]
+        if not begun.ready.alike or len(own) < len(weighed):
+            return [None] * len(weighed)
+        found = combine_within(np.stack(own), begun.updates, self._layout_of(begun.updates))
+        return [[direction] for direction in found.unbind()]
+
+    def _write_down(self, number: int, begun: Begun, verdict: Verdict | None, out: Aggregate | None) -> None:
+        """The record of one replica's round."""
+        ready, told, lost = begun.ready, begun.told, begun.ready.lost[number]
+        asked, answered = ready.asked[number], len(begun.turns[number].kept)
+        record: dict[str, Any] = {"round": self.round, "asked": asked.tolist(), "lost": asked[lost].tolist()}
+        ready.replicas[number].rounds.append(record)
+        if verdict is None or out is None:
+            record["note"] = NOBODY
+            return
+        size, trials = self.shape.parameters * 4, len(verdict.trials)
+        record |= {
+            "losses": [] if verdict.losses is None else verdict.losses.tolist(),
+            "answered": answered,
+            "coefficients": out.coefficients.tolist(),
+            **out.diagnostics.record(),
+            "bytes_down": size * (len(asked) + trials * answered),
+            "bytes_up": size * answered + 8 * answered * (1 + trials),
+        }
         if told is not None:
-            record |= said(leaning)
-            down, up = told.bytes(len(asked), len(clients))
+            record |= said(told.leanings[number])
+            down, up = told.bytes(len(asked), answered)
             record["bytes_down"], record["bytes_up"] = record["bytes_down"] + down, record["bytes_up"] + up
 
     def _after_training(self, models: Tensor, updates: Tensor, ready: Ready) -> tuple[Floats, Floats] | None:
@@ -661,28 +810,17 @@ class Simulation:
         if not any(wants_trained(replica.method) for replica in ready.replicas):
             return None
         rows = models[ready.owner] - updates
-        found = [self._measure_piece(rows[part], batches).clone() for part, batches in ready.parts()]
+        found = [self._measure_piece(rows[part], batches) for part, batches in ready.parts()]
         losses, right = to_numpy([torch.cat(found, dim=1)])[0]
         return losses, right
 
-    def _see_who_fell(self, ready: Ready, turns: list[Turn], before: Floats) -> None:
+    def _see_who_fell(self, begun: Begun, after: Floats, before: Floats) -> None:
         """Each participant's own loss after the round, and the share of them whose loss is lower now."""
-        after = self._measure(self._models(ready.replicas), ready, slice(0, len(ready.owner)))
-        for number, turn in enumerate(turns):
+        for number, turn in enumerate(begun.turns):
             if len(turn.kept):
-                now, then = (losses[ready.rows(number)][turn.kept] for losses in (after, before))
-                ready.replicas[number].rounds[-1] |= {"losses_after": now.tolist(), "fell": float((now < then).mean())}
-
-    def _record(self, out: Aggregate, losses: Floats | None, asked: int, answered: int, trials: int) -> dict[str, Any]:
-        size = self.shape.parameters * 4
-        return {
-            "losses": [] if losses is None else losses.tolist(),
-            "answered": answered,
-            "coefficients": out.coefficients.tolist(),
-            **out.diagnostics.record(),
-            "bytes_down": size * (asked + trials * answered),
-            "bytes_up": size * answered + 8 * answered * (1 + trials),
-        }
+                now, then = (losses[begun.ready.rows(number)][turn.kept] for losses in (after, before))
+                record = begun.ready.replicas[number].rounds[-1]
+                record |= {"losses_after": now.tolist(), "fell": float((now < then).mean())}
 
     # ------------------------------------------------------------------------------------------------ evaluation
 

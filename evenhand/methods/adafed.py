@@ -22,6 +22,7 @@ import scipy.linalg
 from evenhand.checks import choice, flag, number
 from evenhand.geometry import Floats
 from evenhand.methods.base import Memo, Round, Rule, Weights, check_absent, like_the_mean
+from evenhand.solvers import submatrix
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def proportional_descent(
     if not len(moving):
         return coefficients, ()
     scale = 1.0 / round.norms[moving]
-    unit_gram = round.total[np.ix_(moving, moving)] * np.outer(scale, scale)
+    unit_gram = submatrix(round.total, moving) * np.outer(scale, scale)
     slopes = falls[moving] if equal_lengths else falls[moving] * scale
     solved = _solve_definite(unit_gram, slopes, ridge, round.resolution)
     if solved is not None:
@@ -96,7 +97,7 @@ def proportional_descent(
         return coefficients, ()
     if not equal_lengths:  # a common scale alone, so that all falls count the same
         scale = np.full(len(moving), scale.min())
-        unit_gram, slopes = round.total[np.ix_(moving, moving)] * np.outer(scale, scale), falls[moving] * scale
+        unit_gram, slopes = submatrix(round.total, moving) * np.outer(scale, scale), falls[moving] * scale
     solved, rank = _solve_least_squares(unit_gram, slopes, ridge, round.resolution)
     coefficients[moving] = solved * scale
     return coefficients, (

@@ -20,7 +20,7 @@ import numpy as np
 
 from evenhand.checks import number
 from evenhand.methods.base import Memo, Round, Rule, Weights, check_absent, like_the_mean, nonnegative_losses, unit
-from evenhand.solvers import min_norm
+from evenhand.solvers import min_norm, submatrix
 
 LEAST = 1e-3  # of the fall asked of the largest loss
 
@@ -61,8 +61,8 @@ class Even(Rule):
             return Weights(coefficients, notes=("every update is zero: the update is zero",))
         falls = np.maximum((losses[moving] / largest) ** self.gamma, LEAST)
         scale = unit(round.norms[moving]) / falls
-        hull = round.total[moving[:, None], moving] * np.outer(scale, scale)
-        hull[np.diag_indices(len(hull))] += self.ridge / falls**2
+        hull = submatrix(round.total, moving) * np.outer(scale, scale)
+        hull.ravel()[:: len(hull) + 1] += self.ridge / falls**2
         solved = min_norm(hull)
         coefficients[moving] = solved.weights * scale
         coefficients, notes = like_the_mean(round, coefficients)

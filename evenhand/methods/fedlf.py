@@ -22,7 +22,7 @@ import numpy as np
 from evenhand.checks import flag
 from evenhand.geometry import Floats
 from evenhand.methods.base import Memo, Round, Rule, Weights, check_absent, combined_length, towards_equality, unit
-from evenhand.solvers import MinNorm, min_norm
+from evenhand.solvers import MinNorm, min_norm, submatrix
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,8 @@ class FedLF(Rule):
         answers: list[tuple[Floats, MinNorm | None]] = []
         while len(answers) < len(groups):
             here = len(answers)
-            gram = round.gram[groups[here]].sum(axis=0)
+            group = groups[here]
+            gram = round.gram[group[0]] if len(group) == 1 else round.gram[group].sum(axis=0)
             answer = self._direction(gram, round.present, levelling, round.resolution)
             if answer[1] is not None or not self.join or len(groups) == 1:
                 answers.append(answer)
@@ -67,8 +68,8 @@ class FedLF(Rule):
                 groups[here - 1] += groups.pop(here)
                 answers.pop()
         coefficients = np.zeros((len(round.gram), round.rows))
-        for group, (row, _) in zip(groups, answers, strict=True):
-            coefficients[group] = row
+        for joined, (row, _) in zip(groups, answers, strict=True):
+            coefficients[joined] = row
         notes = [f"layers joined: {', '.join(_names(round, group))}" for group in groups if len(group) > 1]
         notes += sorted({f"min-norm point: {solved.note()}" for _, solved in answers if solved is not None})
         length = np.sqrt(sum(row @ gram @ row for row, gram in zip(coefficients, round.gram, strict=True)))
@@ -87,7 +88,7 @@ class FedLF(Rule):
         nothing = np.zeros(len(gram))
         if typical == 0.0:
             return nothing, None
-        hull = gram[moving[:, None], moving] * np.outer(scale[moving], scale[moving])
+        hull = submatrix(gram, moving) * np.outer(scale[moving], scale[moving])
         fair = None
         if levelling is not None:  # one more point of the hull, a combination of the present clients' parts
             fair = nothing.copy()
