@@ -28,6 +28,7 @@ from evenhand.experiment import Experiment, load_data, prepare, runs_of
 from evenhand.folders import Diverged, Progress, Recorder, Status, writing
 from evenhand.measuring import curve, measured
 from evenhand.methods import Method
+from evenhand.methods.base import ServerStep
 from evenhand.recipe import Part, Recipe, Row, Settings, listed
 from evenhand.runs import Run
 
@@ -245,7 +246,8 @@ class Runner:
                 method = task.experiment.method
                 shared = {name: value for name, value in task.experiment.to_dict().items() if name != "method"}
                 apart = method.objective.name if method.objective.name in APART else ""
-                kind = [shared, method.training, apart, missing]
+                asking = type(method.server).lengths is not ServerStep.lengths  # nobody should wait for a line search
+                kind = [shared, method.training, apart, asking, missing]
                 groups.setdefault(json.dumps(kind, sort_keys=True, default=str), []).append(task)
         share = math.ceil(len(once) * len(seeds) / self.jobs)  # so that every process has something to do
         for group in groups.values():

@@ -13,6 +13,7 @@ from torch import nn
 from torch.func import functional_call
 
 from evenhand.checks import EvenhandError
+from evenhand.engine import simulation as engine
 from evenhand.engine.batches import Batches, Cohort, join, packed, plan, plan_together
 from evenhand.engine.choice import choose_program
 from evenhand.engine.graphs import Replayed
@@ -520,6 +521,22 @@ def test_what_a_graph_would_replay_is_the_round(name):
     replayed.run()
     assert torch.equal(plain.replicas[0].model, replayed.replicas[0].model)
     assert plain.replicas[0].rounds[-1]["fell"] == replayed.replicas[0].rounds[-1]["fell"]
+
+
+@pytest.mark.parametrize("name", ["fedavg", "even", "fedprox", "fedfa:client_momentum=0.9", "fedcka", "ditto"])
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_long_rounds_are_played_in_stretches(name, epochs, monkeypatch):
+    settings = {"partition": "dir:0.5", "work.epochs": epochs, "work.batch_size": 4, "seeds": [0, 1]}
+    plain, stretched = simulation_of(name, **settings), simulation_of(name, **settings)
+    monkeypatch.setattr(engine, "LONGEST", 16)
+    stretched.replayed, stretched.together = Replayed(), True
+    stretched.replayed.LIMIT = 0
+    assert stretched.uneven
+    plain.run()
+    stretched.run()
+    for one, other in zip(plain.replicas, stretched.replicas, strict=True):
+        torch.testing.assert_close(one.model, other.model, rtol=1e-3, atol=1e-5)
+        assert one.rounds[-1]["losses"] == pytest.approx(other.rounds[-1]["losses"], rel=1e-3)
 
 
 # ---------------------------------------------------------- all replicas at once, rounds begun before the last is over

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 Floats = np.ndarray[Any, np.dtype[np.float64]]
@@ -163,6 +164,17 @@ def _stacked(pieces: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
     return whole
 
 
+def filled_up(steps: Plan, unit: int) -> Plan:
+    """The same with steps on which everybody stands still, up to a multiple of `unit`: fewer different shapes."""
+
+    def longer(array: np.ndarray[Any, Any] | None) -> Any:
+        missing = 0 if array is None else -array.shape[1] % unit
+        return array if array is None or not missing else np.pad(array, ((0, 0), (0, missing), (0, 0)))
+
+    named = {name: longer(getattr(steps, name)) for name in ("indices", "weights", "shares", *OPTIONAL)}
+    return replace(steps, **named, steps=-(-steps.steps // unit) * unit)
+
+
 @dataclass(frozen=True)
 class Batches:
     """A plan on the device where it is carried out."""
@@ -190,6 +202,16 @@ class Batches:
     def tensors(self) -> dict[str, Tensor]:
         found = {"indices": self.indices, "weights": self.weights, "shares": self.shares}
         return found | {name: getattr(self, name) for name in OPTIONAL if getattr(self, name) is not None}
+
+    def stretch(self, start: int, count: int) -> Batches:
+        """`count` of the training steps; those that are missing at the end are such that everybody stands still."""
+        found: dict[str, Tensor] = {}
+        for name, tensor in self.tensors().items():
+            if name != "shares":
+                piece = tensor[:, start : min(start + count, self.steps)]
+                found[name] = functional.pad(piece, (0, 0, 0, count - piece.shape[1]))
+        given: dict[str, Any] = {**found, "shares": found["weights"], "steps": count, "steady": False, "whole": False}
+        return replace(self, **given)
 
     def part(self, rows: slice | Tensor) -> Batches:
         """The same for some of the rows, or for rows by number."""

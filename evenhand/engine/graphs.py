@@ -22,7 +22,10 @@ class Captured:
 
 
 class Replayed:
-    """Replays work that was captured at its first appearance; the outputs are good until the next replay."""
+    """Replays work that was captured at its first appearance; the outputs are good until the next replay.
+
+    Work may change its inputs in place and give them out, to go on with them at the next replay.
+    """
 
     LIMIT = 16  # kept; work of ever new shapes runs without a graph after that
 
@@ -44,7 +47,8 @@ class Replayed:
                 return work(**inputs)
             self.captured[key] = self._capture(work, inputs)
         kept = self.captured[key]
-        torch._foreach_copy_(list(kept.inputs.values()), list(inputs.values()), non_blocking=True)
+        new = [(kept.inputs[name], given) for name, given in inputs.items() if given is not kept.inputs[name]]
+        torch._foreach_copy_([held for held, _ in new], [given for _, given in new], non_blocking=True)
         kept.graph.replay()
         return kept.outputs
 

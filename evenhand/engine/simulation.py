@@ -24,6 +24,7 @@ from evenhand.engine.batches import (
     Indices,
     Plan,
     Samples,
+    filled_up,
     gather,
     join,
     mixed,
@@ -185,7 +186,8 @@ class Verdict:
     trials: list[Floats]  # their losses at each step that was tried
 
 
-LONGEST = 256  # local steps that are captured as one graph; of more a round is long anyway
+LONGEST = 64  # local steps that are captured as one graph; longer rounds are played in stretches of so many
+UNIT = 8  # of clients with different numbers of steps rounds have a multiple of so many, and so fewer shapes
 SEEN = ("losses", "accuracies")  # what a rule may want to know after local training
 NOBODY = "no client answered: the model stays"
 MEASURES = {
@@ -258,6 +260,13 @@ class Simulation:
         given, held = replica.partition.labels, replica.trained
         replica.course = Course(replica.method.objective, held, self.settings.rounds)
         replica.memo = replica.course.start(self.dataset.labels[held.indices] if given is None else given)
+
+    @cached_property
+    def uneven(self) -> bool:
+        """Whether clients need different numbers of steps for their data."""
+        size = self.settings.work.batch_size
+        steps = {int(count) for replica in self.replicas for count in np.unique(replica.trained.sizes) if count}
+        return size is not None and len({-(-count // size) for count in steps}) > 1
 
     @cached_property
     def data_fingerprint(self) -> str:
@@ -405,7 +414,10 @@ class Simulation:
                 cohorts[whose[-1]] = replica, Cohort(self._samples(replica, here), epochs, rng)
         counts = [len(here) for here in asked]
         chunk = self.settings.chunk or max(1, sum(counts))
-        every = Batches.of(self._plan(list(cohorts.values())), self.device)
+        steps = self._plan(list(cohorts.values()))
+        if self.replayed is not None and self.uneven and steps.steps > UNIT:
+            steps = filled_up(steps, UNIT)
+        every = Batches.of(steps, self.device)
         if len(cohorts) < len(replicas):
             edges = np.cumsum([0, *(len(cohort.samples) for _, cohort in cohorts.values())])
             starts = dict(zip(cohorts, edges, strict=False))
@@ -534,8 +546,10 @@ class Simulation:
     def _local_round(
         self, models: Tensor, batches: Batches, columns: Columns, measuring: bool, out: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        if self.replayed is None or batches.steps > LONGEST:
+        if self.replayed is None or (batches.steps > LONGEST and columns.tables is not None):
             return self.local.round(models, batches, columns, measuring=measuring, out=out)
+        if batches.steps > LONGEST:
+            return self._in_stretches(models, batches, columns, measuring)
         key = ("round", batches.steps, batches.steady, batches.whole, measuring)
 
         def work(models: Tensor, batches: Batches, **columns: Tensor) -> tuple[Tensor, Tensor]:
@@ -543,6 +557,37 @@ class Simulation:
 
         updates, measured = self._replay(key, work, models, batches, columns.named())
         return updates, measured
+
+    def _in_stretches(
+        self, models: Tensor, batches: Batches, columns: Columns, measuring: bool
+    ) -> tuple[Tensor, Tensor]:
+        """As `Local.round`, with a graph of some steps that is replayed for one stretch of them after another."""
+        assert self.replayed is not None
+        rows = models.repeat_interleave(len(batches.indices) // len(models), dim=0)
+        state = {"rows": rows}
+        if columns.looks_back:
+            state["received"] = rows.clone()
+        if columns.momentum is not None:
+            state["velocity"] = torch.zeros_like(rows)
+        measured = models.new_full((2, len(rows)), torch.nan, dtype=torch.float64)
+        if measuring:
+            measured = self.local.measure(models, batches)
+        pieces = [batches.stretch(start, LONGEST) for start in range(0, batches.steps, LONGEST)]
+        kept = tuple(state)
+
+        def work(**given: Tensor) -> tuple[Tensor, ...]:
+            held = {name: given.pop(name) for name in kept}
+            own: dict[str, Any] = {name: given.pop(name) for name in pieces[0].tensors()}
+            steps = replace(pieces[0], **own)
+            self.local.train(held["rows"], held.get("received"), steps, Columns(**given), held.get("velocity"))
+            return tuple(held.values())
+
+        for piece in pieces:
+            found = self.replayed(("stretch",), work, {**state, **piece.tensors(), **columns.named()})
+            state = dict(zip(kept, found, strict=True))
+        grouped = state["rows"].view(len(models), -1, self.shape.total)
+        torch.sub(models.unsqueeze(1), grouped, out=grouped)
+        return state["rows"], measured
 
     def _replay(
         self,

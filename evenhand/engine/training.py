@@ -186,6 +186,11 @@ class Columns:
     likeness: Tensor | None = None  # rows x layers: what each layer's term counts
     previous: Tensor | None = None  # every row's model of the last time, flat
 
+    @property
+    def looks_back(self) -> bool:
+        """Whether steps need to know the received model."""
+        return any(column is not None for column in (self.pull, self.leash, self.likeness))
+
     def named(self) -> dict[str, Tensor]:
         """Those that are there."""
         return {name: column for name, column in vars(self).items() if column is not None}
@@ -275,8 +280,7 @@ class Local:
         updates = models.new_empty(rows, self.shape.total) if out is None else out
         grouped = updates.view(len(models), -1, self.shape.total)
         grouped.copy_(models.unsqueeze(1).expand_as(grouped))
-        looked_at = (columns.pull, columns.leash, columns.likeness)
-        received = updates.clone() if any(column is not None for column in looked_at) else None
+        received = updates.clone() if columns.looks_back else None
         samples = self._samples(batches)
         seen_plainly = not self.program.random and batches.partners is None
         first = batches.whole and seen_plainly and batches.steps > 0  # its scores are the received model's
@@ -298,9 +302,19 @@ class Local:
         return updates, measured
 
     @_precisely
-    def train(self, rows: Tensor, received: Tensor, batches: Batches, columns: Columns) -> None:
-        """Train every row in place, wherever it starts, with a pull towards `received`."""
-        self._train(rows, received, batches, self._samples(batches), columns)
+    def train(
+        self,
+        rows: Tensor,
+        received: Tensor | None,
+        batches: Batches,
+        columns: Columns,
+        velocity: Tensor | None = None,
+    ) -> None:
+        """Train every row in place, wherever it starts, with a pull towards `received`.
+
+        velocity: of momentum, where it comes from steps before and is wanted for steps to come.
+        """
+        self._train(rows, received, batches, self._samples(batches), columns, velocity)
 
     @_precisely
     def measure(self, models: Tensor, batches: Batches, samples: Callable[[slice], Tensor] | None = None) -> Tensor:
@@ -372,6 +386,7 @@ class Local:
         batches: Batches,
         samples: Callable[[slice], Tensor],
         columns: Columns,
+        velocity: Tensor | None = None,
     ) -> Tensor:
         """All local steps, in place; returns the scores of the first one."""
         tensors, work, weights, rates = self.shape.views(rows), self.work, batches.weights, columns.rates
@@ -380,7 +395,8 @@ class Local:
         if plain:  # the gradient is linear in the sample weights, so they can carry the learning rate
             weights = weights * rates.view(-1, 1, 1)
         active = None if plain or batches.steady else (weights > 0).any(2).to(rows.dtype)
-        velocity = torch.zeros_like(rows) if columns.momentum is not None else None
+        if columns.momentum is not None and velocity is None:
+            velocity = torch.zeros_like(rows)
         first, followed = rows.new_empty(0), Following.of(columns)
         for step in range(batches.steps):
             index, now, counts = batches.indices[:, step], slice(step, step + 1), weights[:, step]
