@@ -27,10 +27,9 @@ def finals(made: Simulation) -> torch.Tensor:
 
 
 def continued(tmp_path, name: str, **settings) -> Simulation:
-    """A simulation that another one's checkpoint after three rounds was put into."""
-    stopped, found = simulation_of(name, **settings), simulation_of(name, **settings)
-    stopped.run(until=3)
-    save(stopped, tmp_path / "checkpoint")
+    """A simulation that another one's checkpoint after three rounds was put into, when it had begun the fourth."""
+    saved, found = simulation_of(name, **settings), simulation_of(name, **settings)
+    saved.run(after_round=lambda made: save(made, tmp_path / "checkpoint") if made.round == 3 else None)
     restore(found, tmp_path / "checkpoint")
     return found
 
@@ -82,8 +81,11 @@ def test_the_gpu_gives_the_cpus_numbers(name):
     ],
 )
 def test_how_it_is_computed_does_not_matter(settings):
-    found, expected = finals(simulation_of("even", **settings)), finals(simulation_of("even"))
+    one, other = simulation_of("even", **settings), simulation_of("even")
+    found, expected = finals(one), finals(other)
     assert torch.linalg.norm(found - expected) <= 1e-3 * torch.linalg.norm(expected)
+    after = [made.replicas[0].rounds[-1]["losses_after"] for made in (one, other)]
+    assert after[0] == pytest.approx(after[1], rel=1e-2)
 
 
 def test_more_shapes_than_are_captured_run_without_a_graph():
