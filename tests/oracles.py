@@ -528,25 +528,49 @@ def adafed(updates, losses, gamma, length="paper", normalise=False, present=None
     return rescale(direction, np.linalg.norm(np.mean(updates[:present], axis=0)), weights @ norms_of(orthogonal))
 
 
-def even(updates, losses, gamma, ridge, present=None, least=1e-3, blur=1.0):
-    """even: the shortest d with u_k . d >= b_k, shortfalls s_k paid for by |s|^2 / ridge; as long as the present mean.
+def even(updates, losses, gamma, ridge, present=None, least=1e-3, blur=1.0, layers=None, level=False):
+    """even: per layer the shortest d with u_k . d >= b_k, shortfalls s_k paid for by |s|^2 / ridge.
 
     With z = (d, s / sqrt(ridge)) it is the shortest z with [u_k, sqrt(ridge) e_k] z >= b_k: least distance
-    programming, which Lawson and Hanson (chapter 23) turn into one non-negative least squares problem.
+    programming, which Lawson and Hanson (chapter 23) turn into one non-negative least squares problem. It lies along
+    the nearest point of a hull, whose length counts, times the mean length of the layer's parts; the whole is as long
+    as the present clients' mean.
     """
-    rows = [k for k in range(len(updates)) if np.linalg.norm(updates[k]) > 0]
-    if not rows or max(losses) == 0:
+    if max(losses) == 0:
         return np.zeros(updates.shape[1])
-    asked = np.maximum((np.asarray(losses)[rows] / max(losses)) ** gamma, least)
-    units = np.array([updates[k] / np.linalg.norm(updates[k]) for k in rows])
-    extended = np.hstack([units, np.sqrt(ridge) * np.eye(len(rows))])
+    asked = np.maximum((np.asarray(losses) / max(losses)) ** gamma, least)
+    present, whole, start = present or len(updates), [], 0
+    for size in layers or [updates.shape[1]]:
+        parts, start = updates[:, start : start + size], start + size
+        whole.append(_even_layer(parts, np.asarray(losses), asked, ridge, present, blur, level))
+    direction = np.concatenate(whole)
+    return rescale(direction, np.linalg.norm(np.mean(updates[:present], axis=0)), 0.0)
+
+
+def _even_layer(parts, losses, asked, ridge, present, blur, level):
+    rows = [k for k in range(len(parts)) if np.linalg.norm(parts[k]) > 0]
+    if not rows:
+        return np.zeros(parts.shape[1])
+    lengths = np.linalg.norm(parts, axis=1)
+    units = [parts[k] / lengths[k] for k in rows]
+    asked = list(asked[rows])
+    if level and np.ptp(losses[:present]) > 0:
+        cosine = losses[:present].sum() / np.sqrt(present) / np.linalg.norm(losses[:present])
+        slopes = cosine * losses[:present] / np.linalg.norm(losses[:present]) - 1 / np.sqrt(present)
+        pull = sum(slopes[k] * parts[k] / lengths[k] for k in rows if k < present)
+        if np.linalg.norm(pull) > 1e-9 * np.abs(slopes).sum():
+            units, asked = [*units, pull / np.linalg.norm(pull)], [*asked, 1.0]
+    extended = np.hstack([units, np.sqrt(ridge) * np.eye(len(units))])
     system = np.vstack([extended.T, asked])
     goal = np.append(np.zeros(extended.shape[1]), 1.0)
-    weights, _ = scipy.optimize.nnls(system, goal, maxiter=300 * len(rows))
+    weights, _ = scipy.optimize.nnls(system, goal, maxiter=300 * len(units))
     residual = system @ weights - goal
-    direction = -residual[: updates.shape[1]] / residual[-1]
+    shortest = -residual[:-1] / residual[-1]
     summed = blur * weights.sum() / abs(residual[-1])  # blur: how much sooner a direction counts as vanished
-    return rescale(direction, np.linalg.norm(np.mean(updates[:present], axis=0)), summed)
+    if vanished(shortest[: parts.shape[1]], summed):
+        return np.zeros(parts.shape[1])
+    nearest = shortest / (shortest @ shortest)  # of the hull of [u_k, sqrt(ridge) e_k] / b_k, to the origin
+    return lengths[:present].mean() * nearest[: parts.shape[1]]
 
 
 # Weights from accuracies, counts and fairness

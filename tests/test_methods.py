@@ -169,28 +169,65 @@ def test_more_clients_than_parameters_still_move(name, kind):
 @example(make(21, 21, 1, "sparse", 1e-12, 1), 0.0, 1e-3)  # as many clients to one side as to the other
 @example(make(1, 52, 1, "unequal", 1e-12, 1), 3.0, 1e-3)  # nearly so
 def test_even_follows_its_definition(cohort, gamma, ridge):
-    found = eh.aggregate("even", cohort.updates, losses=cohort.losses, gamma=gamma, ridge=ridge).update
+    found = eh.aggregate("even", cohort.updates, losses=cohort.losses, gamma=gamma, ridge=ridge, level=False).update
     lost = not found.any()  # inner products resolve less than long vectors do: 1e-6 of what cancels out
     close(found, oracles.even(cohort.updates, cohort.losses, gamma, ridge, blur=1e6 if lost else 1.0), cohort, 1e-5)
+
+
+@PROPERTY
+@given(cohorts(), st.sampled_from([0.0, 1.0]), st.booleans())
+def test_even_layer_by_layer_with_an_objective_that_levels(cohort, gamma, layered):
+    size = cohort.updates.shape[1]
+    assume(size > 1)
+    sizes = [size // 2, size - size // 2]
+    given = {"losses": cohort.losses, "gamma": gamma, "layerwise": layered}
+    found = eh.aggregate("even", dict(zip("ab", np.split(cohort.updates, sizes[:1], axis=1), strict=True)), **given)
+    expected = oracles.even(cohort.updates, cohort.losses, gamma, 0.1, layers=sizes if layered else None, level=True)
+    parts = [np.linalg.norm(part) for part in np.split(expected, sizes[:1])]
+    assume(min(parts) > 1e-4 * max(parts) or not any(parts))  # else it is a matter of rounding what stands still
+    close(np.concatenate([found.update["a"], found.update["b"]]), expected, cohort, 1e-4)
+
+
+def test_even_moves_where_updates_agree_and_losses_do_not():
+    row = make(1, 1, 30).updates
+    out = eh.aggregate("even", np.repeat(row, 5, axis=0), losses=[1.0, 2.0, 3.0, 4.0, 5.0])
+    np.testing.assert_allclose(out.update, row[0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("rounds", [None, 3.0])
+def test_the_mean_of_recent_models_is_the_one_to_use(rounds):
+    """By hand: the offset is the weighed mean of the models so far, less the last one."""
+    rng, state, model, mean = np.random.default_rng(0), None, np.zeros(6), None
+    for index in range(8):
+        here = [index % 4, (index + 1) % 4]
+        updates, losses = rng.normal(size=(2, 6)), rng.random(2)
+        given = {"losses": losses, "clients": here, "state": state}
+        out = eh.aggregate(eh.method("even", server={"name": "recent", "rounds": rounds}), updates, **given)
+        model, state = model - out.update, out.state
+        back = len(out.diagnostics.clients) / 2 if rounds is None else rounds
+        share = 1.0 / min(index + 1, back)
+        mean = model if mean is None else (1.0 - share) * mean + share * model
+        np.testing.assert_allclose(model + out.evaluation_offset, mean, atol=1e-12)
+    assert out.diagnostics.clients[:2] == (3, 0)
 
 
 def test_even_is_adafed_where_nobody_falls_faster_for_free():
     """Three updates at right angles: all of them are needed, and without a ridge the falls are exact."""
     updates, losses = np.diag([1.0, 3.0, 0.5]), [1.0, 2.0, 4.0]
-    even = eh.aggregate("even", updates, losses=losses, ridge=0.0).update
+    even = eh.aggregate("even", updates, losses=losses, ridge=0.0, level=False).update
     same_direction(even, eh.aggregate("adafed", updates, losses=losses, normalise=True).update, 1e-9)
 
 
 def test_even_without_losses_and_ridge_is_fedmgda():
     cohort = make(8, 6, 50, "conflicting")
-    even = eh.aggregate("even", cohort.updates, losses=cohort.losses, gamma=0.0, ridge=0.0).update
+    even = eh.aggregate("even", cohort.updates, losses=cohort.losses, gamma=0.0, ridge=0.0, level=False).update
     fedmgda = eh.aggregate("fedmgda+", cohort.updates, epsilon=1.0, reference="uniform", length="mean").update
     same_direction(even, fedmgda, 1e-7)
 
 
 def test_a_large_ridge_leaves_the_mean_weighed_by_the_losses():
     cohort = make(3, 5, 40)
-    even = eh.aggregate("even", cohort.updates, losses=cohort.losses, gamma=2.0, ridge=1e9).update
+    even = eh.aggregate("even", cohort.updates, losses=cohort.losses, gamma=2.0, ridge=1e9, level=False).update
     units = cohort.updates / np.linalg.norm(cohort.updates, axis=1, keepdims=True)
     weighed = cohort.losses**2 @ units
     same_direction(even, weighed / np.linalg.norm(weighed) * np.linalg.norm(even), 1e-6)
@@ -199,7 +236,7 @@ def test_a_large_ridge_leaves_the_mean_weighed_by_the_losses():
 @PROPERTY
 @given(cohorts(), st.sampled_from([0.0, 1.0, 3.0]), st.sampled_from([0.0, 1e-3, 0.1, 1.0]))
 def test_even_uses_nobody_backwards_and_who_is_not_needed_falls_at_least_as_asked(cohort, gamma, ridge):
-    out = eh.aggregate("even", cohort.updates, losses=cohort.losses, gamma=gamma, ridge=ridge)
+    out = eh.aggregate("even", cohort.updates, losses=cohort.losses, gamma=gamma, ridge=ridge, level=False)
     norms = np.linalg.norm(cohort.updates, axis=1)
     assume(np.linalg.norm(out.update) > 1e-6 * norms.mean() > 0.0)
     coefficients = np.atleast_2d(out.coefficients)[0]
@@ -216,7 +253,7 @@ def test_even_uses_nobody_backwards_and_who_is_not_needed_falls_at_least_as_aske
 
 def test_even_harms_nobody_whose_loss_is_zero():
     updates = np.array([[1.0, 0.0], [-1.0, 0.1]])
-    out = eh.aggregate("even", updates, losses=[5.0, 0.0], ridge=0.0)
+    out = eh.aggregate("even", updates, losses=[5.0, 0.0], ridge=0.0, level=False)
     assert (updates @ out.update > 0.0).all()
 
 

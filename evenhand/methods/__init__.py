@@ -23,7 +23,7 @@ from evenhand.methods.fedmdfg import FedMDFG, LineSearch
 from evenhand.methods.fedmgda import FedMGDAPlus
 from evenhand.methods.mfairfl import MFairFL
 from evenhand.methods.qffl import QFFL
-from evenhand.methods.server import Average, FedAdagrad, FedAdam, FedAMSGrad, FedYogi, Momentum, Plain
+from evenhand.methods.server import Average, FedAdagrad, FedAdam, FedAMSGrad, FedYogi, Momentum, Plain, Recent
 from evenhand.methods.term import TERM
 from evenhand.objectives import ClientMomentum, Correction, Personal, PlainRisk, Proximal, Similarity
 from evenhand.tables import Listing, text_table
@@ -118,6 +118,7 @@ SERVERS: dict[str, ServerStep] = {
         Plain(),
         Momentum(),
         Average(),
+        Recent(),
         FedAdam(),
         FedAMSGrad(),
         FedYogi(),
@@ -143,7 +144,7 @@ FEDOPT = "FedAvg's mean, applied by {} at the server."
 METHODS: dict[str, Method] = {
     entry.name: entry
     for entry in (
-        Method("even", Even()),
+        Method("even", Even(), server=Recent()),
         Method("fedavg", FedAvg()),
         Method("fedprox", FedAvg(), objective=Proximal(), summary=FEDPROX, paper="Li et al., MLSys 2020"),
         Method("fedcka", FedAvg(), objective=Similarity(), summary=FEDCKA, paper="Son et al., Appl. Sci. 2022"),

@@ -19,6 +19,7 @@ from torch import Tensor
 from evenhand.checks import EvenhandError, number
 from evenhand.constraints import Leaning, View
 from evenhand.geometry import Floats
+from evenhand.solvers import submatrix
 
 Client = int | str
 Memo = Mapping[str, Any]  # what a rule or server step carries from round to round: arrays, lists, numbers, strings
@@ -214,6 +215,18 @@ def nonnegative_losses(round: Round, rule: str) -> Floats:
             f"reported {losses[where]:g} (shift the loss, or use a rule without powers)"
         )
     return losses
+
+
+def hull_of(gram: Floats, moving: np.ndarray[Any, Any], scale: Floats, point: Floats | None) -> Floats:
+    """Inner products of the scaled rows that move and, last, of one more point that is a combination of all rows."""
+    hull = submatrix(gram, moving) * np.outer(scale[moving], scale[moving])
+    if point is None:
+        return hull
+    products = gram @ point
+    larger = np.empty((len(hull) + 1,) * 2)
+    larger[:-1, :-1], larger[-1, -1] = hull, point @ products
+    larger[-1, :-1] = larger[:-1, -1] = products[moving] * scale[moving]
+    return larger
 
 
 def towards_equality(losses: Floats) -> Floats | None:

@@ -1,12 +1,18 @@
-"""even: our own and the default. Every present and remembered client's loss falls at least in proportion to its size.
+"""even: our own and the default. In every layer all clients' losses fall, in proportion to their size, and draw level.
 
-Not from a paper: FedMGDA+'s hull of unit updates, AdaFed's proportion and FedLF's memory of absent clients in one small
-problem. With unit updates u_k (present and remembered) and b_k = (f_k / max f)^gamma it is the shortest d that meets
-u_k . d >= b_k, where falling short is paid for and falling faster is free:
+Not from a paper: AdaFed's proportion, FedLF's layers, levelling objective and memory of absent clients, and a ridge, in
+one small problem a layer. There are unit updates u_k of the layer (present and remembered clients) with b_k =
+(f_k / max f)^gamma, and one more row with b = 1: the unit vector along the gradient of -cos(1, F), which pulls the
+present losses level. d is the shortest that meets u_k . d >= b_k, where falling short is paid for and falling faster is
+free:
     minimise  |d|^2 / 2 + sum_k max(0, b_k - u_k . d)^2 / (2 ridge).
 Its dual is a min-norm point: d = sum_k w_k u_k / b_k, where w on the simplex minimises |d|^2 + ridge |w / b|^2.
-No update is ever used backwards (w >= 0), and d gets the length of the mean update. A larger ridge listens more to
-what many clients say alike; without one d is the hull's nearest point itself, and goes against nobody.
+This d is short where clients disagree; it counts as much as the layer's mean length, and all of them together get the
+length of the mean update. A larger ridge listens more to what many clients say alike; without one d goes against nobody
+in any layer.
+
+The model to use is the mean of recent ones (server step `recent`): a round's model has just been taught by its own
+cohort, the mean by about everybody.
 
 A client whose loss is nearly zero asks for LEAST at least, so that nobody's loss is paid for by another's.
 """
@@ -18,19 +24,33 @@ from typing import ClassVar
 
 import numpy as np
 
-from evenhand.checks import number
-from evenhand.methods.base import Memo, Round, Rule, Weights, check_absent, like_the_mean, nonnegative_losses, unit
-from evenhand.solvers import min_norm, submatrix
+from evenhand.checks import flag, number
+from evenhand.geometry import Floats
+from evenhand.methods.base import (
+    Memo,
+    Round,
+    Rule,
+    Weights,
+    check_absent,
+    combined_length,
+    hull_of,
+    nonnegative_losses,
+    towards_equality,
+    unit,
+)
+from evenhand.solvers import min_norm
 
 LEAST = 1e-3  # of the fall asked of the largest loss
 
 
 @dataclass(frozen=True)
 class Even(Rule):
-    """All clients' losses, absent ones included, fall together, larger ones faster: one min-norm point."""
+    """In every layer all clients' losses, absent ones included, fall together, larger ones faster, and draw level."""
 
     gamma: float = 1.0  # 0: all losses fall alike; larger: large losses fall faster
     ridge: float = 0.1  # 0: against nobody; larger: nearer to the mean of unit updates, weighed by the losses
+    layerwise: bool = True  # a problem for every layer; false: one for the whole model
+    level: bool = True  # pull the present clients' losses level
     absent: str = "expected"  # memory of absent clients: off, last:TAU or expected
 
     name: ClassVar[str] = "even"
@@ -41,13 +61,16 @@ class Even(Rule):
     )
     when_not: ClassVar[str] = (
         "Where a large loss does not mean badly served (wrong labels, losses on different scales): it follows large "
-        "losses, whoever has them. The server keeps an update of every remembered client."
+        "losses, whoever has them. The server keeps an update of every remembered client, and solves a quadratic "
+        "programme a layer."
     )
     needs: ClassVar[tuple[str, ...]] = ("losses",)
 
     def __post_init__(self) -> None:
         number("gamma", self.gamma, low=0.0)
         number("ridge", self.ridge, low=0.0)
+        flag("layerwise", self.layerwise)
+        flag("level", self.level)
         check_absent(self.absent)
 
     def weigh(self, round: Round, memo: Memo) -> Weights:
@@ -55,15 +78,35 @@ class Even(Rule):
         largest = losses.max()
         if largest == 0.0:
             return Weights(np.zeros(round.rows), notes=("every loss is zero: the update is zero",))
-        coefficients = np.zeros(round.rows)
-        moving = np.flatnonzero(round.norms > 0.0)
+        falls = np.maximum((losses / largest) ** self.gamma, LEAST)
+        pull = towards_equality(losses[: round.present]) if self.level else None
+        grams = round.gram if self.layerwise else round.total[None]
+        rows, notes = zip(*(self._direction(gram, falls, pull, round) for gram in grams), strict=True)
+        coefficients = np.stack(rows)
+        square = sum(row @ gram @ row for row, gram in zip(coefficients, grams, strict=True))
+        if square <= 0.0:
+            return Weights(coefficients, notes=("the updates cancel out: the update is zero",))
+        return Weights(coefficients * (round.length(round.mean) / np.sqrt(square)), notes=tuple(sorted(set(notes))))
+
+    def _direction(self, gram: Floats, falls: Floats, pull: Floats | None, round: Round) -> tuple[Floats, str]:
+        """Coefficients of one layer's direction."""
+        norms = np.sqrt(np.maximum(np.diagonal(gram), 0.0))
+        moving, present = np.flatnonzero(norms > 0.0), round.present
+        coefficients, level = np.zeros(len(gram)), None
         if not len(moving):
-            return Weights(coefficients, notes=("every update is zero: the update is zero",))
-        falls = np.maximum((losses[moving] / largest) ** self.gamma, LEAST)
-        scale = unit(round.norms[moving]) / falls
-        hull = submatrix(round.total, moving) * np.outer(scale, scale)
-        hull.ravel()[:: len(hull) + 1] += self.ridge / falls**2
+            return coefficients, "a layer stands still"
+        scale, asked = unit(norms) / falls, falls[moving]
+        if pull is not None:
+            level = coefficients.copy()
+            level[:present] = pull * unit(norms[:present])
+            length = combined_length(gram, level, round.resolution)
+            level = None if length == 0.0 else level / length
+        hull = hull_of(gram, moving, scale, level)
+        hull[np.diag_indices(len(hull))] += self.ridge / (asked if level is None else np.append(asked, 1.0)) ** 2
         solved = min_norm(hull)
-        coefficients[moving] = solved.weights * scale
-        coefficients, notes = like_the_mean(round, coefficients)
-        return Weights(coefficients, notes=(f"min-norm point: {solved.note()}", *notes))
+        coefficients[moving] = solved.weights[: len(moving)] * scale[moving]
+        if level is not None:
+            coefficients += solved.weights[-1] * level
+        if combined_length(gram, coefficients, round.resolution) == 0.0:
+            return np.zeros(len(gram)), "in a layer the updates cancel out: it stands still"
+        return coefficients * norms[:present].mean(), f"min-norm point: {solved.note()}"

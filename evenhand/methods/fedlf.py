@@ -21,8 +21,18 @@ import numpy as np
 
 from evenhand.checks import flag
 from evenhand.geometry import Floats
-from evenhand.methods.base import Memo, Round, Rule, Weights, check_absent, combined_length, towards_equality, unit
-from evenhand.solvers import MinNorm, min_norm, submatrix
+from evenhand.methods.base import (
+    Memo,
+    Round,
+    Rule,
+    Weights,
+    check_absent,
+    combined_length,
+    hull_of,
+    towards_equality,
+    unit,
+)
+from evenhand.solvers import MinNorm, min_norm
 
 
 @dataclass(frozen=True)
@@ -88,20 +98,13 @@ class FedLF(Rule):
         nothing = np.zeros(len(gram))
         if typical == 0.0:
             return nothing, None
-        hull = submatrix(gram, moving) * np.outer(scale[moving], scale[moving])
         fair = None
         if levelling is not None:  # one more point of the hull, a combination of the present clients' parts
             fair = nothing.copy()
             fair[:present] = levelling * scale[:present]
             length = combined_length(gram, fair, resolution)
             fair = None if length == 0.0 else fair * (typical / length if self.normalise else 1.0)
-        if fair is not None:
-            products = gram @ fair
-            larger = np.empty((len(hull) + 1,) * 2)
-            larger[:-1, :-1], larger[-1, -1] = hull, fair @ products
-            larger[-1, :-1] = larger[:-1, -1] = products[moving] * scale[moving]
-            hull = larger
-        solved = min_norm(hull)
+        solved = min_norm(hull_of(gram, moving, scale, fair))
         if solved.square <= max(1e-12, 10.0 * resolution) * typical**2:
             return nothing, None
         coefficients = nothing.copy()

@@ -63,6 +63,36 @@ class Average(ServerStep):
 
 
 @dataclass(frozen=True)
+class Recent(ServerStep):
+    """A plain step that also keeps the mean of recent models, the one to evaluate: nobody's turn was too long ago."""
+
+    eta: float = 1.0  # the server's learning rate
+    rounds: float | None = None  # how many rounds back; None: as many as it takes to hear all whose updates are known
+
+    name: ClassVar[str] = "recent"
+
+    def __post_init__(self) -> None:
+        number("eta", self.eta, low=0.0)
+        if self.rounds is not None:
+            number("rounds", self.rounds, low=1.0)
+
+    def apply(self, direction: list[Tensor], memo: Memo, round: Round, weights: Weights, ask: Ask | None) -> Applied:
+        update = [self.eta * tensor for tensor in direction]
+        models = int(memo.get("models", 0)) + 1
+        back = round.rows / round.present if self.rounds is None else self.rounds
+        before = memo.get("offset") or [tensor.new_zeros(()) for tensor in direction]
+        share = 1.0 - 1.0 / min(models, back)  # what the mean keeps of the models before
+        return (
+            update,
+            {"models": models, "offset": [share * (old + step) for old, step in zip(before, update, strict=True)]},
+            (),
+        )
+
+    def offset(self, memo: Memo) -> list[Tensor] | None:
+        return list(memo["offset"])
+
+
+@dataclass(frozen=True)
 class Momentum(ServerStep):
     """Heavy-ball momentum at the server (FedAvgM): v <- beta v + u, step eta v."""
 
