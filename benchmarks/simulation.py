@@ -199,7 +199,7 @@ def long_table(device: str, rounds: int) -> None:
         seconds = whole_run(dataset, parted, name, seeds, device, whole)
         print(f"| {name}, {whole:,} rounds, {seeds} seed{'s' * (seeds > 1)} | {seconds:.1f} |", flush=True)
     print("\n| convolutional network, 798k parameters | ms a round |\n|---|---|")
-    for program in ("sequential", "batched"):
+    for program in (*(["fused"] if device == "cuda" else []), "sequential", "batched"):
         print(f"| {program} | {1e3 * convolution(device, program, max(3, rounds // 4)):.1f} |", flush=True)
     print("\n| 100 clients a round out of | fedavg, ms | adafed, ms |\n|---|---|---|")
     for clients in (1_000, 1_000_000):
