@@ -7,6 +7,7 @@ a figure the curves (or every client's accuracy) go into a second file, from whi
 from __future__ import annotations
 
 import csv
+import gc
 import hashlib
 import json
 import math
@@ -103,6 +104,16 @@ class Program:
             return [Program(self.experiment, [task]) for task in self.tasks]
         return [Program(replace(self.experiment, seeds=(seed,)), self.tasks) for seed in self.seeds]
 
+    def halves(self) -> list[Program]:
+        """Half of the tasks each, or else half of the seeds."""
+        if len(self.tasks) > 1:
+            half = len(self.tasks) // 2
+            return [Program(self.experiment, some) for some in (self.tasks[:half], self.tasks[half:])]
+        half = len(self.seeds) // 2
+        return [
+            Program(replace(self.experiment, seeds=some), self.tasks) for some in (self.seeds[:half], self.seeds[half:])
+        ]
+
 
 @dataclass(frozen=True)
 class Wanted:
@@ -129,17 +140,34 @@ Outcomes = dict[tuple[str, int], Result]
 
 
 def outcomes(program: Program, wanted: Wanted, progress: Progress | None = None) -> Outcomes:
-    """What a program gives. A run that diverges does not take the others with it: they are then run apart."""
+    """What a program gives.
+
+    A run that diverges does not take the others with it: they are then run apart. What is too much for a GPU's memory
+    is run in halves.
+    """
     experiment, tasks = program.experiment, program.tasks
+    alone = len(tasks) == len(program.seeds) == 1
+    smaller: list[Program] = []
     started = perf_counter()
     try:
         methods = [task.experiment.method for task in tasks]
         runs = played(experiment, methods, _data(experiment, wanted.parts), progress, program.label)
     except Diverged as end:
-        if len(tasks) == len(program.seeds) == 1:
+        if alone:
             lost = Result(dict.fromkeys(wanted.measures, math.nan), 0.0, end.round)
             return {(tasks[0].digest, program.seeds[0]): lost}
-        return {key: one for part in program.divided() for key, one in outcomes(part, wanted, progress).items()}
+        smaller = program.divided()
+    except torch.cuda.OutOfMemoryError as error:
+        if alone:
+            raise EvenhandError(
+                f"{program.label}: even one run is too much for the GPU's memory; run fewer programs at a time (--jobs)"
+            ) from error
+        smaller = program.halves()
+    if smaller:
+        gc.collect()  # what the failed program held
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return {key: one for part in smaller for key, one in outcomes(part, wanted, progress).items()}
     seconds = (perf_counter() - started) / (len(tasks) * len(program.seeds))
     return {
         (task.digest, seed): wanted.of(task, run, seconds)

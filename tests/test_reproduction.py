@@ -11,9 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import evenhand as eh
-from evenhand import cli, recipe, reproduction
+from evenhand import cli, recipe, reproduction, reruns
+from evenhand.checks import EvenhandError
 from evenhand.recipe import FOLDER, find_recipe, read_recipe
 from evenhand.reproduction import FAILS, HOLDS, UNTOLD, Result, reproduce
 
@@ -340,6 +342,23 @@ def test_without_a_spread_in_the_paper_our_own_is_the_unit(tiny):
     cell = found.cells(False)[0][2]
     assert cell.unit == pytest.approx(100 * np.std([0.50, 0.52], ddof=1))
     assert "own)" in cell.ours(True)
+
+
+def test_what_is_too_much_for_a_gpu_is_run_in_halves(tiny, tmp_path, monkeypatch):
+    whole = reproduce(tiny, out=tmp_path / "whole", together=20)
+    played, most = reruns.played, [0]
+
+    def little_memory(experiment, methods, *rest):
+        if len(methods) * len(experiment.seeds) > 1 + most[0]:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        return played(experiment, methods, *rest)
+
+    monkeypatch.setattr(reruns, "played", little_memory)
+    apart = reproduce(tiny, out=tmp_path / "apart", together=20)
+    assert str(apart).splitlines()[:12] == str(whole).splitlines()[:12]
+    most[0] = -1
+    with pytest.raises(EvenhandError, match="too much for the GPU's memory"):
+        reproduce(tiny, out=tmp_path / "none")
 
 
 def test_what_diverges_takes_nobody_with_it(tiny, tmp_path):
