@@ -1,7 +1,7 @@
 """A training step of 10 clients by each program: which one is faster for which network.
 
-The choice in `evenhand/engine/programs.py` goes by the kind of network; this is where it comes from. On a GPU also
-the feed-forward step as a CUDA graph, as it is and after torch.compile.
+The choice in `evenhand/engine/choice.py` goes by the kind of network; this is where it comes from. On a GPU also a
+round's steps as a CUDA graph, by the programs and precisions that there are.
 
     python benchmarks/programs.py [--device cpu|cuda] [--model NAME ...]
 """
@@ -15,8 +15,9 @@ from time import perf_counter
 import torch
 from machine import best_time, devices, provenance, wait
 
+from evenhand.engine.choice import choose_program
 from evenhand.engine.programs import Batched, FeedForward, Program, Sequential
-from evenhand.engine.training import Shape
+from evenhand.engine.training import Shape, arithmetic
 from evenhand.models import build
 
 CLIENTS = 10
@@ -45,30 +46,47 @@ def step(program: Callable[[torch.nn.Module], Program], name: str, device: str) 
     return best_time(lambda: made.gradients(tensors, inputs, targets, weights), device, budget=2.0, least=2)
 
 
-def feed_forward(compiled: bool) -> tuple[float, float]:
-    """Seconds to prepare, and seconds for ten steps of the MLP replayed as a CUDA graph."""
-    module = build("mlp", (784,), 10, seed=0)
-    layout, program = Shape.of(module), FeedForward(module)
-    tensors = layout.views(layout.flat(module).cuda().repeat(CLIENTS, 1))
-    inputs = torch.randn(CLIENTS, 50, 784, device="cuda")
-    targets = torch.randint(0, 10, (CLIENTS, 50), device="cuda")
-    weights = torch.full((CLIENTS, 50), 0.002, device="cuda")
+def replayed(name: str, kind: str, precision: str, clients: int) -> tuple[float, float]:
+    """Seconds to prepare, and seconds for a round's steps replayed as a CUDA graph (MLP: ten steps, CNN: eight)."""
+    shape, steps = ((784,), 10) if name == "mlp" else (MODELS[name][0], 8)
+    module = build(name, shape, 10, seed=0).cuda()
+    layout = Shape.of(module)
+    program = choose_program(module, kind.removesuffix(", compiled"), torch.device("cuda"), precision)
+    rows = layout.flat(module).cuda().repeat(clients, 1)
+    tensors = layout.views(rows)
+    inputs = torch.randn(clients, 50, *shape, device="cuda")
+    targets = torch.randint(0, 10, (clients, 50), device="cuda")
+    weights = torch.full((clients, 50), 0.002, device="cuda")
     start = perf_counter()
-    one = torch.compile(program.step, dynamic=False) if compiled else program.step
+    one: Callable[..., object] = program.step if isinstance(program, FeedForward) else program.gradients
+    if kind.endswith("compiled"):
+        one = torch.compile(one, dynamic=False)
 
-    def steps() -> None:
-        for _ in range(10):
+    def work() -> None:
+        for _ in range(steps):
             one(tensors, inputs, targets, weights)
 
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        steps()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        steps()
+    with arithmetic(precision):
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            work()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            work()
     wait("cuda")
     return perf_counter() - start, best_time(graph.replay, "cuda")
+
+
+GRAPHS = [
+    ("mlp", "feed-forward", "float32"),
+    ("mlp", "feed-forward, compiled", "float32"),
+    ("mlp", "feed-forward", "tf32"),
+    ("mlp", "fused", "float32"),
+    ("mlp", "fused", "tf32"),
+    ("cnn", "sequential", "tf32"),
+    ("cnn", "fused", "tf32"),
+]
 
 
 def main() -> None:
@@ -84,11 +102,13 @@ def main() -> None:
             cells = [f"{1e3 * step(program, name, device):,.0f}" for program in (Batched, Sequential)]
             print(f"| {name} | {MODELS[name][1]} | {' | '.join(cells)} |", flush=True)
         if device == "cuda":
-            print("\n| MLP, ten steps as a graph | to prepare, s | to replay, ms |\n|---|---|---|")
-            for compiled in (False, True):
-                prepared, replayed = feed_forward(compiled)
+            print("\n| network | program | precision | to prepare, s | 10 clients, ms | 50 clients, ms |")
+            print("|---|---|---|---|---|---|")
+            for name, kind, precision in GRAPHS:
+                (prepared, few), (_, many) = (replayed(name, kind, precision, clients) for clients in (10, 50))
                 print(
-                    f"| {'compiled' if compiled else 'as it is'} | {prepared:.1f} | {1e3 * replayed:.2f} |", flush=True
+                    f"| {name} | {kind} | {precision} | {prepared:.1f} | {1e3 * few:.2f} | {1e3 * many:.2f} |",
+                    flush=True,
                 )
 
 
