@@ -25,8 +25,9 @@ from torch import nn
 
 from evenhand.data import Dataset, Partition, partition
 from evenhand.engine.batches import plan
+from evenhand.engine.rounds import Replica, Settings
 from evenhand.engine.sampling import Sampling
-from evenhand.engine.simulation import Replica, Settings, Simulation
+from evenhand.engine.simulation import Simulation
 from evenhand.engine.training import LocalWork, Shape
 from evenhand.methods import method
 from evenhand.models import build

@@ -32,8 +32,9 @@ from evenhand.callbacks import (
 from evenhand.checks import EvenhandError, choice, near_miss, number
 from evenhand.constraints import Cells
 from evenhand.data import SUFFIXES, Dataset, Noise, Partition, load, partition
+from evenhand.engine.rounds import MEASURES, Replica, Settings
 from evenhand.engine.sampling import Sampling
-from evenhand.engine.simulation import MEASURES, Replica, Settings, Simulation
+from evenhand.engine.simulation import Simulation
 from evenhand.engine.training import PRECISIONS, LocalWork, Shape
 from evenhand.folders import (
     CHECKPOINT_EVERY,

@@ -13,7 +13,7 @@ from torch import nn
 from torch.func import functional_call
 
 from evenhand.checks import EvenhandError
-from evenhand.engine import simulation as engine
+from evenhand.engine import worker
 from evenhand.engine.batches import Batches, Cohort, join, packed, plan, plan_together
 from evenhand.engine.choice import choose_program
 from evenhand.engine.graphs import Replayed
@@ -515,8 +515,8 @@ def test_a_round_in_which_nobody_can_be_reached_leaves_the_model(name):
 def test_what_a_graph_would_replay_is_the_round(name):
     """Graphs need a GPU; the work they capture is the same here."""
     plain, replayed = simulation_of(name), simulation_of(name)
-    replayed.replayed = Replayed()
-    replayed.replayed.LIMIT = 0  # nothing is captured
+    replayed.worker.replayed = Replayed()
+    replayed.worker.replayed.LIMIT = 0  # nothing is captured
     plain.run()
     replayed.run()
     assert torch.equal(plain.replicas[0].model, replayed.replicas[0].model)
@@ -528,9 +528,9 @@ def test_what_a_graph_would_replay_is_the_round(name):
 def test_long_rounds_are_played_in_stretches(name, epochs, monkeypatch):
     settings = {"partition": "dir:0.5", "work.epochs": epochs, "work.batch_size": 4, "seeds": [0, 1]}
     plain, stretched = simulation_of(name, **settings), simulation_of(name, **settings)
-    monkeypatch.setattr(engine, "LONGEST", 16)
-    stretched.replayed, stretched.together = Replayed(), True
-    stretched.replayed.LIMIT = 0
+    monkeypatch.setattr(worker, "LONGEST", 16)
+    stretched.worker.replayed, stretched.together = Replayed(), True
+    stretched.worker.replayed.LIMIT = 0
     assert stretched.uneven
     plain.run()
     stretched.run()
@@ -572,7 +572,7 @@ class Overwritten(Replayed):
 def as_on_a_gpu(name: str, **settings):
     """A simulation that treats the CPU as it would a GPU."""
     made = simulation_of(name, **settings)
-    made.together, made.replayed = True, Overwritten()
+    made.together, made.worker.replayed = True, Overwritten()
     return made
 
 

@@ -246,8 +246,8 @@ def test_a_run_is_the_papers_algorithm_client_by_client(more, momentum):
 @pytest.mark.parametrize("name", [FEDCORR, "fedcorr:iterations=2,mixup=0"])
 def test_what_a_graph_would_replay_is_the_round(name):
     plain, replayed = (prepare(experiment(name)) for _ in range(2))
-    replayed.replayed = Replayed()
-    replayed.replayed.LIMIT = 0  # nothing is captured
+    replayed.worker.replayed = Replayed()
+    replayed.worker.replayed.LIMIT = 0  # nothing is captured
     plain.run()
     replayed.run()
     assert torch.equal(plain.replicas[0].model, replayed.replicas[0].model)

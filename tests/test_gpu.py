@@ -90,15 +90,15 @@ def test_how_it_is_computed_does_not_matter(settings):
 
 def test_more_shapes_than_are_captured_run_without_a_graph():
     made = simulation_of("fedavg", partition="dir:0.3")
-    assert made.replayed is not None
+    assert made.worker.replayed is not None
     expected = finals(limited(simulation_of("fedavg", partition="dir:0.3"), 64))
     found = finals(limited(made, 1))
     assert torch.linalg.norm(found - expected) <= 1e-4 * torch.linalg.norm(expected)
 
 
 def limited(made: Simulation, limit: int) -> Simulation:
-    assert made.replayed is not None
-    made.replayed.LIMIT = limit
+    assert made.worker.replayed is not None
+    made.worker.replayed.LIMIT = limit
     return made
 
 

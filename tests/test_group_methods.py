@@ -739,8 +739,8 @@ def test_measuring_less_changes_no_model(name, measure):
 def test_what_a_graph_would_replay_is_the_round(name):
     """Graphs need a GPU; the work they capture is the same here."""
     plain, replayed = played(name, **SOME), simulation_of(name, **SOME)
-    replayed.replayed = Replayed()
-    replayed.replayed.LIMIT = 0  # nothing is captured
+    replayed.worker.replayed = Replayed()
+    replayed.worker.replayed.LIMIT = 0  # nothing is captured
     replayed.run()
     assert np.array_equal(model_of(plain), model_of(replayed))
 

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from evenhand import storage
 from evenhand.checks import EvenhandError
-from evenhand.engine.simulation import Replica, Simulation
+from evenhand.engine.rounds import Replica
+from evenhand.engine.simulation import Simulation
 from evenhand.state import State
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
-from operator import is_
 from time import perf_counter
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from evenhand.aggregation import Aggregate, Opened, Weighed
 from evenhand.checks import EvenhandError, NoUsableClient
 from evenhand.constraints import Leaning, Sums, View
-from evenhand.data import Dataset, Partition, Split
+from evenhand.data import Dataset
 from evenhand.engine.batches import (
     Batches,
     Cohort,
@@ -33,11 +32,22 @@ from evenhand.engine.batches import (
 )
 from evenhand.engine.choice import choose_program
 from evenhand.engine.correction import Course, log_probabilities
-from evenhand.engine.graphs import Replayed
 from evenhand.engine.groups import Told, cells_of, check_groups, looks_at_groups, said, sharpness, told_columns
 from evenhand.engine.programs import layers_of
-from evenhand.engine.sampling import Sampling
-from evenhand.engine.training import Asked, Columns, Local, LocalWork, Shape, evaluate, samples_at_once
+from evenhand.engine.rounds import Begun, Floats, Integers, Ready, Replica, Settings, Turn, Verdict
+from evenhand.engine.training import Asked, Columns, Local, Shape, evaluate, samples_at_once
+from evenhand.engine.wishes import (
+    SEEN,
+    likeness_of,
+    mixup_of,
+    needs_losses,
+    pace_of,
+    pull_of,
+    sees_one_batch,
+    trains_personal,
+    wants_trained,
+)
+from evenhand.engine.worker import Worker
 from evenhand.geometry import (
     Awaited,
     Layout,
@@ -50,151 +60,12 @@ from evenhand.geometry import (
     to_numpy,
 )
 from evenhand.holdings import Holdings, class_names
-from evenhand.methods import METHODS, Method
-from evenhand.objectives import Correction, Personal, Proximal, Similarity
-from evenhand.state import State
+from evenhand.methods import Method
+from evenhand.objectives import Correction
 from evenhand.streams import stream
 
-Floats = np.ndarray[Any, np.dtype[np.float64]]
-Integers = np.ndarray[Any, np.dtype[np.int64]]
-
-
-@dataclass
-class Replica:
-    """One run of the experiment: a seed, a method and a partition, with its model and what its method carries."""
-
-    seed: int
-    method: Method
-    partition: Partition
-    model: Tensor
-    state: State | None = None
-    offset: Tensor | None = None  # of the model to evaluate, where a method evaluates another one
-    personal: Tensor | None = None  # one model a client, where the objective trains them
-    previous: dict[int, Tensor] = field(default_factory=dict)  # each client's last one, where the objective looks back
-    memo: Mapping[str, Any] = field(default_factory=dict)  # what its objective carries from round to round
-    rounds: list[dict[str, Any]] = field(default_factory=list)
-    evaluations: list[dict[str, Any]] = field(default_factory=list)
-    predicted: Integers | None = field(default=None, repr=False)  # last evaluation, clients x cells x classes
-    pooled: Samples | None = field(default=None, repr=False)
-    course: Course | None = field(default=None, repr=False)  # where labels are corrected
-
-    @cached_property
-    def trained(self) -> Split:
-        """The training data by owner; one owner has it all where the method pools it."""
-        own = self.partition.train
-        if self.method.training != "pooled":
-            return own
-        return Split(own.indices, np.array([0, len(own.indices)]))
-
-    @property
-    def labels(self) -> Integers | None:
-        """Of the training data, as its owners have them; None where they are the data set's."""
-        return self.partition.labels if self.course is None else np.asarray(self.memo["labels"])
-
-    def acting(self, index: int) -> Method:
-        """The method whose rule and server step serve a round."""
-        return self.method if self.course is None or self.course.stage(index) == 3 else METHODS["fedavg"]
-
-    @property
-    def evaluated(self) -> Tensor:
-        return self.model if self.offset is None else self.model + self.offset
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What all replicas share."""
-
-    rounds: int
-    work: LocalWork
-    sampling: Sampling
-    eval_every: int = 10
-    measure: str = "all"  # what is measured in each round on the participants' own data (MEASURES)
-    program: str = "auto"
-    precision: str = "tf32"  # of local training and evaluation on a GPU (PRECISIONS)
-    chunk: int | None = None  # rows trained at once; None is all
-    keep_on: torch.device | None = None  # where absent clients' updates are kept, if not on the device
-
-
-@dataclass(frozen=True)
-class Ready:
-    """A round before it begins: who is asked, who will fail, and which samples each row sees at each step."""
-
-    round: int
-    replicas: list[Replica]
-    asked: list[Indices]  # per replica
-    lost: list[np.ndarray[Any, np.dtype[np.bool_]]]
-    edges: Indices  # where each replica's rows begin, and the last ones end
-    owner: Tensor  # which replica each row belongs to
-    even: bool  # all rows are trained at once and every replica has as many of them
-    pieces: list[Batches]  # the rows' batches, a chunk each
-
-    def rows(self, number: int) -> slice:
-        """The rows of one replica."""
-        return slice(int(self.edges[number]), int(self.edges[number + 1]))
-
-    def answering(self, number: int) -> Indices:
-        """Those of them whose clients answer."""
-        return np.arange(*self.edges[number : number + 2])[~self.lost[number]]
-
-    @cached_property
-    def alike(self) -> bool:
-        """Whether there are several replicas, whose rows all arrive, as many of each."""
-        return len(self.replicas) > 1 and self.even and not np.concatenate(self.lost).any()
-
-    def parts(self) -> Iterator[tuple[slice, Batches]]:
-        start = 0
-        for batches in self.pieces:
-            yield slice(start, start + len(batches.indices)), batches
-            start += len(batches.indices)
-
-
-@dataclass(frozen=True)
-class Turn:
-    """What one replica's server has in hand: the updates that arrived, the remembered ones, who answered."""
-
-    given: Updates
-    past: list[Updates]
-    kept: Indices
-
-
-@dataclass(frozen=True)
-class Begun:
-    """A round whose clients have been set to work, which the device may not have finished."""
-
-    ready: Ready
-    received: list[Tensor]  # every replica's model
-    models: Tensor  # the same as rows
-    updates: Tensor
-    told: Told | None
-    measuring: bool
-    turns: list[Turn]
-    under_way: list[int]  # how many inner products each replica waits for
-    found: Awaited  # what was measured, and all these
-
-    def fits(self, index: int) -> bool:
-        """Whether this is what round `index` would begin with now."""
-        models = [replica.model for replica in self.ready.replicas]
-        return self.ready.round == index and all(map(is_, models, self.received))
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What a replica's server makes of a round, until it is written down."""
-
-    weighed: Weighed
-    losses: Floats | None  # of those who answered, at the received model
-    trials: list[Floats]  # their losses at each step that was tried
-
-
-LONGEST = 64  # local steps that are captured as one graph; longer rounds are played in stretches of so many
 UNIT = 8  # of clients with different numbers of steps rounds have a multiple of so many, and so fewer shapes
-SEEN = ("losses", "accuracies")  # what a rule may want to know after local training
 NOBODY = "no client answered: the model stays"
-MEASURES = {
-    "all": "every participant's loss before and after the round, and so whose loss fell",
-    "losses": "every participant's loss before the round",
-    "needed": "nothing but what the method needs",
-}
 
 
 class Simulation:
@@ -219,7 +90,7 @@ class Simulation:
             0 if self.cells is None else self.cells.count,
             settings.precision,
         )
-        self.replayed = Replayed() if Replayed.possible(device, program) else None
+        self.worker = Worker(self.local)
         self._ahead: Ready | None = None  # the next round, prepared while the device works
         self._begun: Begun | None = None  # and begun before this one is written down
         self._rows: Tensor | None = None
@@ -335,7 +206,7 @@ class Simulation:
         """Set the clients of a round to work, and ask for what the server wants to know; changes no replica's model."""
         replicas = ready.replicas
         models = self._models(replicas)
-        measuring = self.settings.measure != "needed" or any(_needs_losses(replica.method) for replica in replicas)
+        measuring = self.settings.measure != "needed" or any(needs_losses(replica.method) for replica in replicas)
         told = self._tell(models[ready.owner] if len(models) > 1 and not ready.even else models, ready)
         updates, measured = self._train(models, ready, measuring and told is None, told)
         turns = [self._arrived(number, updates, ready) for number in range(len(replicas))]
@@ -406,7 +277,7 @@ class Simulation:
             asked.append(here)
             sending = replica.method.training == "federated"  # who sends nothing cannot fail to
             lost.append(sampling.failed(replica.seed, index, here) if sending else np.zeros(len(here), dtype=bool))
-            one = _one_batch(replica.method)
+            one = sees_one_batch(replica.method)
             whose.append((replica.seed, id(replica.partition), pooled, replica.course and id(replica), one))
             if whose[-1] not in cohorts:
                 epochs = sampling.epochs(replica.seed, index, here, 1 if one else work.epochs)
@@ -415,7 +286,7 @@ class Simulation:
         counts = [len(here) for here in asked]
         chunk = self.settings.chunk or max(1, sum(counts))
         steps = self._plan(list(cohorts.values()))
-        if self.replayed is not None and self.uneven and steps.steps > UNIT:
+        if self.worker.replayed is not None and self.uneven and steps.steps > UNIT:
             steps = filled_up(steps, UNIT)
         every = Batches.of(steps, self.device)
         if len(cohorts) < len(replicas):
@@ -439,7 +310,7 @@ class Simulation:
 
     def _samples(self, replica: Replica, clients: Indices) -> list[Indices]:
         """The clients' samples, or their places among all training samples where labels go by these."""
-        held, most = replica.trained, self.settings.work.batch_size if _one_batch(replica.method) else None
+        held, most = replica.trained, self.settings.work.batch_size if sees_one_batch(replica.method) else None
         every = np.arange(len(held.indices)) if self.noisy else held.indices
         edges = zip(held.offsets[clients].tolist(), held.offsets[clients + 1].tolist(), strict=True)
         return [every[start:stop][:most] for start, stop in edges]
@@ -470,7 +341,7 @@ class Simulation:
         momenta = [getattr(replica.method.objective, "client_momentum", work.momentum) for replica in ready.replicas]
         sharp = [sharpness(replica.method) if told is not None else 0.0 for replica in ready.replicas]
         named = {
-            "rates": [_pace(replica.method, rate) * rate for replica in ready.replicas],
+            "rates": [pace_of(replica.method, rate) * rate for replica in ready.replicas],
             "momentum": momenta,
             "pull": list(pulls),
             "sharpness": sharp,
@@ -495,7 +366,7 @@ class Simulation:
         column, found = sharp[ready.owner].unsqueeze(1), []
         for part, batches in ready.parts():
             own = models if len(ready.pieces) == 1 or len(models) == 1 else models[part]
-            found.append(self._survey(own, batches, column[part]))
+            found.append(self.worker.survey(own, batches, column[part]))
         said = to_numpy([torch.cat(found)])[0]
         classes = self.cells.classes
         sums = Sums(said[..., :classes], said[..., classes], said[..., classes + 1 :])
@@ -517,94 +388,22 @@ class Simulation:
         replica.memo = leaning.memo
         return leaning
 
-    def _survey(self, models: Tensor, batches: Batches, sharp: Tensor) -> Tensor:
-        if self.replayed is None:
-            return self.local.survey(models, batches, sharp)
-
-        def work(models: Tensor, batches: Batches, sharp: Tensor) -> tuple[Tensor, ...]:
-            return (self.local.survey(models, batches, sharp),)
-
-        return self._replay(("survey",), work, models, batches, {"sharp": sharp})[0].clone()
-
     def _train(self, models: Tensor, ready: Ready, measuring: bool, told: Told | None) -> tuple[Tensor, Tensor]:
         """Every row's update, and loss and accuracy of the model it received."""
         rate = self.settings.work.rate(ready.round)
         columns = self._columns(ready, [pull_of(replica.method, rate) for replica in ready.replicas], told)
         columns = self._looking_back(models, ready, self._leashed(ready, columns))
-        if self.replayed is None and (self._rows is None or len(self._rows) != len(ready.owner)):
+        if self.worker.replayed is None and (self._rows is None or len(self._rows) != len(ready.owner)):
             self._rows = torch.empty(len(ready.owner), self.shape.total, device=self.device)  # fresh memory is slow
         if len(ready.pieces) == 1:
             received = models if ready.even else models[ready.owner]
-            return self._local_round(received, ready.pieces[0], columns, measuring, self._rows)
+            return self.worker.round(received, ready.pieces[0], columns, measuring, self._rows)
         updates = torch.empty(len(ready.owner), self.shape.total, device=self.device)
         measured = torch.zeros(2, len(updates), dtype=torch.float64, device=self.device)
         for part, batches in ready.parts():
             received = models if len(models) == 1 else models[ready.owner[part]]
-            updates[part], measured[:, part] = self._local_round(received, batches, columns.part(part), measuring)
+            updates[part], measured[:, part] = self.worker.round(received, batches, columns.part(part), measuring)
         return updates, measured
-
-    def _local_round(
-        self, models: Tensor, batches: Batches, columns: Columns, measuring: bool, out: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        if self.replayed is None or (batches.steps > LONGEST and columns.tables is not None):
-            return self.local.round(models, batches, columns, measuring=measuring, out=out)
-        if batches.steps > LONGEST:
-            return self._in_stretches(models, batches, columns, measuring)
-        key = ("round", batches.steps, batches.steady, batches.whole, measuring)
-
-        def work(models: Tensor, batches: Batches, **columns: Tensor) -> tuple[Tensor, Tensor]:
-            return self.local.round(models, batches, Columns(**columns), measuring=measuring)
-
-        updates, measured = self._replay(key, work, models, batches, columns.named())
-        return updates, measured
-
-    def _in_stretches(
-        self, models: Tensor, batches: Batches, columns: Columns, measuring: bool
-    ) -> tuple[Tensor, Tensor]:
-        """As `Local.round`, with a graph of some steps that is replayed for one stretch of them after another."""
-        assert self.replayed is not None
-        rows = models.repeat_interleave(len(batches.indices) // len(models), dim=0)
-        state = {"rows": rows}
-        if columns.looks_back:
-            state["received"] = rows.clone()
-        if columns.momentum is not None:
-            state["velocity"] = torch.zeros_like(rows)
-        measured = models.new_full((2, len(rows)), torch.nan, dtype=torch.float64)
-        if measuring:
-            measured = self.local.measure(models, batches)
-        pieces = [batches.stretch(start, LONGEST) for start in range(0, batches.steps, LONGEST)]
-        kept = tuple(state)
-
-        def work(**given: Tensor) -> tuple[Tensor, ...]:
-            held = {name: given.pop(name) for name in kept}
-            own: dict[str, Any] = {name: given.pop(name) for name in pieces[0].tensors()}
-            steps = replace(pieces[0], **own)
-            self.local.train(held["rows"], held.get("received"), steps, Columns(**given), held.get("velocity"))
-            return tuple(held.values())
-
-        for piece in pieces:
-            found = self.replayed(("stretch",), work, {**state, **piece.tensors(), **columns.named()})
-            state = dict(zip(kept, found, strict=True))
-        grouped = state["rows"].view(len(models), -1, self.shape.total)
-        torch.sub(models.unsqueeze(1), grouped, out=grouped)
-        return state["rows"], measured
-
-    def _replay(
-        self,
-        key: tuple[Any, ...],
-        work: Callable[..., tuple[Tensor, ...]],
-        models: Tensor,
-        batches: Batches,
-        columns: dict[str, Tensor],
-    ) -> tuple[Tensor, ...]:
-        """work(models, batches, **columns) as a graph that reads all these tensors from places of its own."""
-        assert self.replayed is not None
-
-        def captured(models: Tensor, **given: Tensor) -> tuple[Tensor, ...]:
-            own: dict[str, Any] = {name: given.pop(name) for name in batches.tensors()}
-            return work(models, replace(batches, **own), **given)
-
-        return self.replayed(key, captured, {"models": models, **batches.tensors(), **columns})
 
     def _measure(self, models: Tensor, ready: Ready, rows: slice) -> Tensor:
         """Loss at some rows' own data of one model, or of every replica's."""
@@ -616,13 +415,8 @@ class Simulation:
             whole = here == part
             piece = batches if whole else batches.part(slice(here.start - part.start, here.stop - part.start))
             received = models if len(models) == 1 or (ready.even and whole) else models[ready.owner[here]]
-            found.append(self._measure_piece(received, piece)[0])
+            found.append(self.worker.measure(received, piece)[0])
         return torch.cat(found)
-
-    def _measure_piece(self, models: Tensor, batches: Batches) -> Tensor:
-        if self.replayed is None:
-            return self.local.measure(models, batches)
-        return self._replay(("measure",), lambda *given: (self.local.measure(*given),), models, batches, {})[0].clone()
 
     def _leashed(self, ready: Ready, columns: Columns) -> Columns:
         """FedCorr: with each row's pull towards the received model, which follows from how noisy it seems."""
@@ -693,12 +487,12 @@ class Simulation:
 
     def _train_personal(self, models: Tensor, ready: Ready) -> None:
         """Ditto: the asked clients' own models take the same steps, pulled towards the received model."""
-        if not any(_personal(replica.method) for replica in ready.replicas):
+        if not any(trains_personal(replica.method) for replica in ready.replicas):
             return
         received = models[ready.owner]
         rows = received.clone()
         for number, replica in enumerate(ready.replicas):
-            if _personal(replica.method):
+            if trains_personal(replica.method):
                 if replica.personal is None:
                     replica.personal = replica.model.repeat(replica.partition.clients, 1)
                 chosen = torch.from_numpy(ready.asked[number]).to(self.device)
@@ -855,7 +649,7 @@ class Simulation:
         if not any(wants_trained(replica.method) for replica in ready.replicas):
             return None
         rows = models[ready.owner] - updates
-        found = [self._measure_piece(rows[part], batches) for part, batches in ready.parts()]
+        found = [self.worker.measure(rows[part], batches) for part, batches in ready.parts()]
         losses, right = to_numpy([torch.cat(found, dim=1)])[0]
         return losses, right
 
@@ -924,46 +718,3 @@ class Simulation:
                 found["predicted"] = predicted.sum(axis=0)
                 replica.predicted = predicted
             replica.evaluations.append(found)
-
-
-def _needs_losses(method: Method) -> bool:
-    """Whether the rule or the server step asks for anything measured on the participants' data."""
-    return bool({"losses", "accuracies"} & set(method.rule.inputs))
-
-
-def pull_of(method: Method, rate: float) -> float:
-    """Strength of the squared pull towards the received model."""
-    if isinstance(method.objective, Personal) and method.objective.fedlf_code:
-        return method.objective.lam / _pace(method, rate)
-    return 0.0 if isinstance(method.objective, Similarity) else float(getattr(method.objective, "mu", 0.0))
-
-
-def _pace(method: Method, rate: float) -> float:
-    """How many steps in one a client makes: one, but in FedLF's version of Ditto."""
-    own = method.objective
-    return 2.0 - rate * own.lam if isinstance(own, Personal) and own.fedlf_code else 1.0
-
-
-def _personal(method: Method) -> bool:
-    """Whether every client trains a model of its own besides the shared one."""
-    return isinstance(method.objective, Personal) and not method.objective.fedlf_code
-
-
-def _one_batch(method: Method) -> bool:
-    """Whether clients see nothing but their first mini-batch."""
-    return isinstance(method.objective, Proximal) and method.objective.fedlf_code
-
-
-def likeness_of(method: Method) -> list[float]:
-    """What each of the first layers counts in FedCKA's term; empty where there is none."""
-    return method.objective.strengths if isinstance(method.objective, Similarity) else []
-
-
-def mixup_of(method: Method) -> float:
-    """The parameter of mixup's Beta distribution; 0 where nothing is mixed."""
-    return float(getattr(method.objective, "mixup", 0.0))
-
-
-def wants_trained(method: Method) -> set[str]:
-    """What of the clients' losses and accuracies the rule wants to know after local training."""
-    return {name for name in SEEN if getattr(method.rule, name, "received") == "trained"}

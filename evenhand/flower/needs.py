@@ -7,7 +7,7 @@ from typing import Any
 from evenhand.checks import EvenhandError
 from evenhand.constraints import Cells
 from evenhand.engine.groups import looks_at_groups
-from evenhand.engine.simulation import wants_trained
+from evenhand.engine.wishes import wants_trained
 from evenhand.flower import wire
 from evenhand.methods import Method
 

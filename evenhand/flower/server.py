@@ -18,7 +18,7 @@ from torch import Tensor
 from evenhand import storage
 from evenhand.checks import EvenhandError
 from evenhand.data import Partition, Split
-from evenhand.engine.simulation import Settings
+from evenhand.engine.rounds import Settings
 from evenhand.engine.training import Shape
 from evenhand.experiment import play
 from evenhand.flower.deployment import Deployment

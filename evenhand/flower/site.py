@@ -22,8 +22,8 @@ from evenhand.engine.batches import OPTIONAL, Batches, Plan, gather, mixed, plan
 from evenhand.engine.choice import choose_program
 from evenhand.engine.correction import dimensions, log_probabilities, upper
 from evenhand.engine.groups import cells_of, looks_at_groups, sharpness, told_columns
-from evenhand.engine.simulation import likeness_of, mixup_of, pull_of
 from evenhand.engine.training import Asked, Columns, Local, Shape, evaluate, samples_at_once
+from evenhand.engine.wishes import likeness_of, mixup_of, pull_of
 from evenhand.flower import correction, wire
 from evenhand.flower.client import PERSONAL, described, evaluated, node_name, node_place
 from evenhand.flower.deployment import Deployment

@@ -25,7 +25,7 @@ from evenhand.checks import EvenhandError, NoUsableClient, choice, number
 from evenhand.constraints import Cells, Leaning, Sums, View
 from evenhand.engine.groups import Told, looks_at_groups, said, told_columns
 from evenhand.engine.sampling import Sampling
-from evenhand.engine.simulation import wants_trained
+from evenhand.engine.wishes import wants_trained
 from evenhand.flower import wire
 from evenhand.flower.correction import Correcting
 from evenhand.flower.door import Door

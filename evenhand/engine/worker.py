@@ -1,0 +1,104 @@
+"""A cohort's work, on a GPU replayed as graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evenhand.engine.batches import Batches
+from evenhand.engine.graphs import Replayed
+from evenhand.engine.training import Columns, Local
+
+LONGEST = 64  # local steps that are captured as one graph; longer rounds are played in stretches of so many
+
+
+class Worker:
+    """Does what `Local` does; where there are graphs, by replaying it."""
+
+    def __init__(self, local: Local) -> None:
+        self.local = local
+        self.replayed = Replayed() if Replayed.possible(local.inputs.device, local.program) else None
+
+    def round(
+        self, models: Tensor, batches: Batches, columns: Columns, measuring: bool, out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """As `Local.round`."""
+        if self.replayed is None or (batches.steps > LONGEST and columns.tables is not None):
+            return self.local.round(models, batches, columns, measuring=measuring, out=out)
+        if batches.steps > LONGEST:
+            return self._in_stretches(models, batches, columns, measuring)
+        key = ("round", batches.steps, batches.steady, batches.whole, measuring)
+
+        def work(models: Tensor, batches: Batches, **columns: Tensor) -> tuple[Tensor, Tensor]:
+            return self.local.round(models, batches, Columns(**columns), measuring=measuring)
+
+        updates, measured = self._replay(key, work, models, batches, columns.named())
+        return updates, measured
+
+    def _in_stretches(
+        self, models: Tensor, batches: Batches, columns: Columns, measuring: bool
+    ) -> tuple[Tensor, Tensor]:
+        """As `Local.round`, with a graph of some steps that is replayed for one stretch of them after another."""
+        assert self.replayed is not None
+        rows = models.repeat_interleave(len(batches.indices) // len(models), dim=0)
+        state = {"rows": rows}
+        if columns.looks_back:
+            state["received"] = rows.clone()
+        if columns.momentum is not None:
+            state["velocity"] = torch.zeros_like(rows)
+        measured = models.new_full((2, len(rows)), torch.nan, dtype=torch.float64)
+        if measuring:
+            measured = self.local.measure(models, batches)
+        pieces = [batches.stretch(start, LONGEST) for start in range(0, batches.steps, LONGEST)]
+        kept = tuple(state)
+
+        def work(**given: Tensor) -> tuple[Tensor, ...]:
+            held = {name: given.pop(name) for name in kept}
+            own: dict[str, Any] = {name: given.pop(name) for name in pieces[0].tensors()}
+            steps = replace(pieces[0], **own)
+            self.local.train(held["rows"], held.get("received"), steps, Columns(**given), held.get("velocity"))
+            return tuple(held.values())
+
+        for piece in pieces:
+            found = self.replayed(("stretch",), work, {**state, **piece.tensors(), **columns.named()})
+            state = dict(zip(kept, found, strict=True))
+        grouped = state["rows"].view(len(models), -1, self.local.shape.total)
+        torch.sub(models.unsqueeze(1), grouped, out=grouped)
+        return state["rows"], measured
+
+    def _replay(
+        self,
+        key: tuple[Any, ...],
+        work: Callable[..., tuple[Tensor, ...]],
+        models: Tensor,
+        batches: Batches,
+        columns: dict[str, Tensor],
+    ) -> tuple[Tensor, ...]:
+        """work(models, batches, **columns) as a graph that reads all these tensors from places of its own."""
+        assert self.replayed is not None
+
+        def captured(models: Tensor, **given: Tensor) -> tuple[Tensor, ...]:
+            own: dict[str, Any] = {name: given.pop(name) for name in batches.tensors()}
+            return work(models, replace(batches, **own), **given)
+
+        return self.replayed(key, captured, {"models": models, **batches.tensors(), **columns})
+
+    def survey(self, models: Tensor, batches: Batches, sharp: Tensor) -> Tensor:
+        """As `Local.survey`."""
+        if self.replayed is None:
+            return self.local.survey(models, batches, sharp)
+
+        def work(models: Tensor, batches: Batches, sharp: Tensor) -> tuple[Tensor, ...]:
+            return (self.local.survey(models, batches, sharp),)
+
+        return self._replay(("survey",), work, models, batches, {"sharp": sharp})[0].clone()
+
+    def measure(self, models: Tensor, batches: Batches) -> Tensor:
+        """As `Local.measure`."""
+        if self.replayed is None:
+            return self.local.measure(models, batches)
+        return self._replay(("measure",), lambda *given: (self.local.measure(*given),), models, batches, {})[0].clone()
