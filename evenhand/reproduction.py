@@ -8,7 +8,7 @@ from __future__ import annotations
 import datetime
 import itertools
 import math
-import platform
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,7 +20,6 @@ import torch
 
 from evenhand import storage
 from evenhand.checks import EvenhandError, choice, near_miss, number
-from evenhand.experiment import Experiment
 from evenhand.fairness import paired_test
 from evenhand.figures import drawing
 from evenhand.folders import Progress, file_name, writing
@@ -39,7 +38,7 @@ from evenhand.recipe import (
     read_recipe,
     recipes,
 )
-from evenhand.reruns import CSV, SERIES, Result, Runner, Task
+from evenhand.reruns import CSV, SERIES, Result, Runner, Task, machine_of
 from evenhand.tables import text_table
 from evenhand.tuning import Judgement
 
@@ -348,6 +347,10 @@ class Reproduction:
         if self.found:
             spent = sum(self.results[task.digest, seed].seconds for task in self.tasks.values() for seed in self.seeds)
             said += f"; {self.found} were there already; all cells together took {_duration(spent)}"
+        ran = [self.results[task.digest, seed].machine for task in self.tasks.values() for seed in self.seeds]
+        counts = Counter(machine or "a machine that was not written down" for machine in ran)
+        if len(counts) > 1:
+            said += "; cells run on " + " and ".join(f"{machine} ({count})" for machine, count in counts.most_common())
         return said + "."
 
     def __str__(self) -> str:
@@ -523,7 +526,7 @@ def reproduce(
     runner.run(list(found.tasks.values()), chosen_seeds)
     found.results, found.ran, found.found = runner.results, runner.ran, runner.found
     found.seconds = perf_counter() - started
-    found.device = _device_name(next(iter(found.tasks.values())).experiment) if found.tasks else "-"
+    found.device = machine_of(next(iter(found.tasks.values())).experiment) if found.tasks else "-"
     if found.folder is not None:
         with writing(found.folder):
             storage.write_bytes(found.folder / PAGE, found.markdown().encode())
@@ -597,11 +600,3 @@ def _final(
         key = (task.part.name, task.row.name, task.quirks)
         if key not in best_of or best_of[key][1] == task.tried:
             yield task
-
-
-def _device_name(experiment: Experiment) -> str:
-    device = experiment.torch_device()
-    if device.type == "cuda":
-        return str(torch.cuda.get_device_name(device))
-    threads = torch.get_num_threads()
-    return f"{platform.machine()} CPU, {threads} {'thread' if threads == 1 else 'threads'}"

@@ -9,10 +9,12 @@ from __future__ import annotations
 import csv
 import gc
 import hashlib
+import io
 import json
 import math
 import multiprocessing
 import os
+import platform
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
@@ -32,6 +34,7 @@ from evenhand.methods import Method
 from evenhand.methods.base import ServerStep
 from evenhand.recipe import Part, Recipe, Row, Settings, listed
 from evenhand.runs import Run
+from evenhand.storage import write_bytes
 
 APART = ("personal", "similarity", "correction")  # objectives that carry models or stages of their own
 CSV, SERIES = "results.csv", "series.csv"
@@ -40,7 +43,7 @@ ASIDE = ("seeds", "device", "data_dir", "program", "precision", "chunk", "keep_o
 # Settings that came later: at these values they change nothing, and what was run before them still counts.
 LATER = {"fedlf_code": False, "accuracies": "received"}
 WHOSE = ("part", "row", "quirks", "seed", "digest", "at")
-FACTS = ("part", "row", "stage", "quirks", "setting", "seed", "rounds", "diverged", "seconds", "digest")
+FACTS = ("part", "row", "stage", "quirks", "setting", "seed", "rounds", "diverged", "seconds", "digest", "machine")
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -78,6 +81,7 @@ class Result:
     seconds: float = 0.0
     diverged: int | None = None
     series: dict[str, Floats] = field(default_factory=dict)  # of a figure: `at`, and what is there
+    machine: str = ""  # where it was run, if that is known
 
 
 @dataclass(frozen=True)
@@ -125,7 +129,9 @@ class Wanted:
     parts: tuple[str, ...] = ()  # all that can be run, for a hint
 
     def of(self, task: Task, run: Run, seconds: float) -> Result:
-        return Result({name: measured(run, name) for name in self.measures}, seconds, series=self._series(task, run))
+        where = machine_of(task.experiment)
+        found = {name: measured(run, name) for name in self.measures}
+        return Result(found, seconds, series=self._series(task, run), machine=where)
 
     def _series(self, task: Task, run: Run) -> dict[str, Floats]:
         if not self.drawn or task.stage == "trial" or self.figure == "points":
@@ -134,6 +140,15 @@ class Wanted:
             known = run.accuracies[np.isfinite(run.accuracies)]
             return {"at": np.arange(len(known), dtype=np.float64), "accuracy": known}
         return {"at": run.curves["round"].astype(np.float64), **{name: curve(run, name) for name in self.drawn}}
+
+
+def machine_of(experiment: Experiment) -> str:
+    """Where a run takes place, in words."""
+    device = experiment.torch_device()
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    threads = torch.get_num_threads()
+    return f"{platform.machine()} CPU, {threads} {'thread' if threads == 1 else 'threads'}"
 
 
 Outcomes = dict[tuple[str, int], Result]
@@ -154,7 +169,8 @@ def outcomes(program: Program, wanted: Wanted, progress: Progress | None = None)
         runs = played(experiment, methods, _data(experiment, wanted.parts), progress, program.label)
     except Diverged as end:
         if alone:
-            lost = Result(dict.fromkeys(wanted.measures, math.nan), 0.0, end.round)
+            nothing = dict.fromkeys(wanted.measures, math.nan)
+            lost = Result(nothing, 0.0, end.round, machine=machine_of(experiment))
             return {(tasks[0].digest, program.seeds[0]): lost}
         smaller = program.divided()
     except torch.cuda.OutOfMemoryError as error:
@@ -291,10 +307,11 @@ class Runner:
     def _read(self, path: Path) -> None:
         if not path.is_file():
             return
-        kept = self._read_series(path.with_name(SERIES))
+        kept, lines = self._read_series(path.with_name(SERIES)), list[dict[str, str]]()
         with path.open(newline="", encoding="utf-8") as file:
             table = csv.DictReader(file)
-            if table.fieldnames != [*FACTS, *self.measures]:
+            there = list(table.fieldnames or ())
+            if there not in ([*FACTS, *self.measures], [*FACTS[:-1], *self.measures]):
                 raise EvenhandError(
                     f"{str(path)!r} was written for another table, or by another version; choose another folder (--out)"
                 )
@@ -306,8 +323,17 @@ class Runner:
                 who = (line["digest"], int(line["seed"]))
                 if self.drawn and line["stage"] == "final" and ended is None and who not in kept:
                     continue  # a number without its curve must be run again
-                self.results[who] = Result(found, float(line["seconds"]), ended, kept.get(who, {}))
+                where = line.get("machine", "")
+                self.results[who] = Result(found, float(line["seconds"]), ended, kept.get(who, {}), where)
                 self.written.add(_identity(line))
+                lines.append({"machine": where, **line})
+        if "machine" not in there:  # written before that was kept
+            text = io.StringIO()
+            again = csv.DictWriter(text, [*FACTS, *self.measures], lineterminator="\n")
+            again.writeheader()
+            again.writerows(lines)
+            with writing(path.parent):
+                write_bytes(path, text.getvalue().encode())
 
     def _read_series(self, path: Path) -> dict[tuple[str, int], dict[str, Floats]]:
         if not self.drawn or not path.is_file():
@@ -359,7 +385,8 @@ class Runner:
                 told = {name: repr(float(value)) for name, value in result.measures.items()}
                 if result.series:
                     self._write_series(line, result.series)
-                table.writerow({**line, "diverged": ended, "seconds": f"{result.seconds:.3f}", **told})
+                how = {"diverged": ended, "seconds": f"{result.seconds:.3f}", "machine": result.machine}
+                table.writerow({**line, **how, **told})
 
 
 def drawn_measures(recipe: Recipe) -> tuple[str, ...]:

@@ -344,6 +344,22 @@ def test_without_a_spread_in_the_paper_our_own_is_the_unit(tiny):
     assert "own)" in cell.ours(True)
 
 
+def test_files_without_the_machine_are_read_and_completed(tiny, tmp_path):
+    """Before it was kept; and a page names all machines where there are several."""
+    out = tmp_path / "out"
+    first = reproduce(tiny, only=["FedAvg"], out=out)
+    lines = list(csv.reader((out / "results.csv").read_text().splitlines()))
+    place = lines[0].index("machine")
+    assert {line[place] for line in lines[1:]} == {first.device}
+    with (out / "results.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([*line[:place], *line[place + 1 :]] for line in lines)
+    again = reproduce(tiny, out=out)
+    assert again.found > 0
+    known = {line["machine"] for line in csv.DictReader((out / "results.csv").read_text().splitlines())}
+    assert known == {"", first.device}
+    assert "a machine that was not written down (" in str(again)
+
+
 def test_what_is_too_much_for_a_gpu_is_run_in_halves(tiny, tmp_path, monkeypatch):
     whole = reproduce(tiny, out=tmp_path / "whole", together=20)
     played, most = reruns.played, [0]

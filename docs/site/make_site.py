@@ -39,7 +39,7 @@ NAVIGATION = {
     "Begin": ["start", "choose"],
     "How to": ["compare", "data", "model", "add-a-method", "audit", "resume", "tune", "notebooks"],
     "See and deploy": ["report", "watch", "loggers", "flower"],
-    "Reference": ["methods", "simulator", "api", "benchmarks"],
+    "Reference": ["methods", "even", "simulator", "api", "benchmarks"],
     "Results": ["recipes", *RESULTS],
     "Project": ["contributing", "changelog"],
 }
