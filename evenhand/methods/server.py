@@ -12,6 +12,7 @@ frameworks add, is an option and off; moments are kept in float32 at least.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -51,12 +52,7 @@ class Average(ServerStep):
         number("eta", self.eta, low=0.0)
 
     def apply(self, direction: list[Tensor], memo: Memo, round: Round, weights: Weights, ask: Ask | None) -> Applied:
-        update = [self.eta * tensor for tensor in direction]
-        models = int(memo.get("models", 0))
-        before = memo.get("offset") or [tensor.new_zeros(()) for tensor in direction]
-        share = models / (models + 1)
-        offset = [share * (old + step) for old, step in zip(before, update, strict=True)]
-        return update, {"models": models + 1, "offset": offset}, ()
+        return _with_mean([self.eta * tensor for tensor in direction], memo, math.inf)
 
     def offset(self, memo: Memo) -> list[Tensor] | None:
         return list(memo["offset"])
@@ -77,19 +73,20 @@ class Recent(ServerStep):
             number("rounds", self.rounds, low=1.0)
 
     def apply(self, direction: list[Tensor], memo: Memo, round: Round, weights: Weights, ask: Ask | None) -> Applied:
-        update = [self.eta * tensor for tensor in direction]
-        models = int(memo.get("models", 0)) + 1
         back = round.rows / round.present if self.rounds is None else self.rounds
-        before = memo.get("offset") or [tensor.new_zeros(()) for tensor in direction]
-        share = 1.0 - 1.0 / min(models, back)  # what the mean keeps of the models before
-        return (
-            update,
-            {"models": models, "offset": [share * (old + step) for old, step in zip(before, update, strict=True)]},
-            (),
-        )
+        return _with_mean([self.eta * tensor for tensor in direction], memo, back)
 
     def offset(self, memo: Memo) -> list[Tensor] | None:
         return list(memo["offset"])
+
+
+def _with_mean(update: list[Tensor], memo: Memo, back: float) -> Applied:
+    """The update, and how far the mean of the models is from the last one; of more than `back` models a moving mean."""
+    models = int(memo.get("models", 0)) + 1
+    before = memo.get("offset") or [tensor.new_zeros(()) for tensor in update]
+    share = 1.0 - 1.0 / min(models, back)  # what the mean keeps of the models before
+    offset = [share * (old + step) for old, step in zip(before, update, strict=True)]
+    return update, {"models": models, "offset": offset}, ()
 
 
 @dataclass(frozen=True)
