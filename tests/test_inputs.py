@@ -346,7 +346,7 @@ def test_rounds_do_not_go_backwards():
 def test_a_state_of_another_kind_is_refused():
     given, losses = updates_of(), np.ones(5)
     state = eh.aggregate("even", given, losses=losses, clients=IDS).state
-    said = "state comes from rule 'even' with server 'plain', not from "
+    said = "state comes from rule 'even' with server 'recent', not from "
     refused(said + "'adafed' with 'plain'", "adafed", given, losses=losses, clients=IDS, state=state)
     refused(said + "'even' with 'fedadam'", "even", given, losses=losses, clients=IDS, state=state, server="fedadam")
     other = "state comes from updates with other tensors, shapes or layers"

@@ -152,7 +152,7 @@ def test_adafed_solves_dependent_updates_in_the_least_squares_sense_and_says_so(
 
 
 @pytest.mark.parametrize("kind", [np.float32, np.float64])
-@pytest.mark.parametrize("name", ["adafed", "even"])
+@pytest.mark.parametrize("name", ["adafed", "even:ridge=0.1"])
 def test_more_clients_than_parameters_still_move(name, kind):
     """Three clients on a plane: always dependent, rarely stationary."""
     for seed in range(200):
@@ -182,7 +182,7 @@ def test_even_layer_by_layer_with_an_objective_that_levels(cohort, gamma, layere
     sizes = [size // 2, size - size // 2]
     given = {"losses": cohort.losses, "gamma": gamma, "layerwise": layered}
     found = eh.aggregate("even", dict(zip("ab", np.split(cohort.updates, sizes[:1], axis=1), strict=True)), **given)
-    expected = oracles.even(cohort.updates, cohort.losses, gamma, 0.1, layers=sizes if layered else None, level=True)
+    expected = oracles.even(cohort.updates, cohort.losses, gamma, 0.01, layers=sizes if layered else None, level=True)
     parts = [np.linalg.norm(part) for part in np.split(expected, sizes[:1])]
     assume(min(parts) > 1e-4 * max(parts) or not any(parts))  # else it is a matter of rounding what stands still
     close(np.concatenate([found.update["a"], found.update["b"]]), expected, cohort, 1e-4)
@@ -214,7 +214,7 @@ def test_the_mean_of_recent_models_is_the_one_to_use(rounds):
 def test_even_is_adafed_where_nobody_falls_faster_for_free():
     """Three updates at right angles: all of them are needed, and without a ridge the falls are exact."""
     updates, losses = np.diag([1.0, 3.0, 0.5]), [1.0, 2.0, 4.0]
-    even = eh.aggregate("even", updates, losses=losses, ridge=0.0, level=False).update
+    even = eh.aggregate("even", updates, losses=losses, gamma=1.0, ridge=0.0, level=False).update
     same_direction(even, eh.aggregate("adafed", updates, losses=losses, normalise=True).update, 1e-9)
 
 

@@ -81,7 +81,7 @@ def test_any_row_based_rule_can_remember_absent_clients(seed, absent, name):
         rows, known = np.vstack([updates, past]), np.append(losses, [record["loss"] for record in records])
         after = oracles.remember(memory, updates, losses, clients, index)
         if name == "even":
-            return oracles.even(rows, known, 1.0, 0.1, present=len(updates), level=True), after
+            return oracles.even(rows, known, 0.5, 0.01, present=len(updates), level=True), after
         if name == "adafed":
             return oracles.adafed(rows, known, 1.0, "mean", present=len(updates)), after
         return oracles.fedmgda_plus(updates, 1.0, np.full(len(updates), 1 / len(updates)), past), after

@@ -557,11 +557,11 @@ def test_remembered_updates_of_any_scale_count(scale):
 def test_losses_of_absent_clients_are_remembered_too():
     """even on two rounds is even on all rows at once with everyone's last losses."""
     first, second = list(rounds(cohorts=[(0, 1, 2), (3, 4)]))
-    out = eh.aggregate("even", **first)
-    out = eh.aggregate("even", state=out.state, **second)
+    out = eh.aggregate("even", level=False, **first)
+    out = eh.aggregate("even", level=False, state=out.state, **second)
     together = np.concatenate([second["updates"], first["updates"]])
     losses = np.concatenate([second["losses"], first["losses"]])
-    at_once = eh.aggregate("even", together, losses=losses)
+    at_once = eh.aggregate("even", together, losses=losses, level=False)
     cosine = out.update @ at_once.update / (np.linalg.norm(out.update) * np.linalg.norm(at_once.update))
     assert cosine == pytest.approx(1.0, abs=1e-12)
     assert np.linalg.norm(out.update) == pytest.approx(np.linalg.norm(second["updates"].mean(axis=0)))

@@ -47,8 +47,8 @@ LEAST = 1e-3  # of the fall asked of the largest loss
 class Even(Rule):
     """In every layer all clients' losses, absent ones included, fall together, larger ones faster, and draw level."""
 
-    gamma: float = 1.0  # 0: all losses fall alike; larger: large losses fall faster
-    ridge: float = 0.1  # 0: against nobody; larger: nearer to the mean of unit updates, weighed by the losses
+    gamma: float = 0.5  # 0: all losses fall alike; larger: large losses fall faster
+    ridge: float = 0.01  # 0: against nobody; larger: nearer to the mean of unit updates, weighed by the losses
     layerwise: bool = True  # a problem for every layer; false: one for the whole model
     level: bool = True  # pull the present clients' losses level
     absent: str = "expected"  # memory of absent clients: off, last:TAU or expected
@@ -61,8 +61,8 @@ class Even(Rule):
     )
     when_not: ClassVar[str] = (
         "Where a large loss does not mean badly served (wrong labels, losses on different scales): it follows large "
-        "losses, whoever has them. The server keeps an update of every remembered client, and solves a quadratic "
-        "programme a layer."
+        "losses, whoever has them. Where clients are alike it learns more slowly at first (level=false does not). The "
+        "server keeps an update of every remembered client, and solves a quadratic programme a layer."
     )
     needs: ClassVar[tuple[str, ...]] = ("losses",)
 
