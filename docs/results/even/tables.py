@@ -1,0 +1,40 @@
+"""Print the tables of docs/even.md from the runs beside this file: python docs/results/even/tables.py."""
+
+from __future__ import annotations
+
+import csv
+from collections import defaultdict
+from pathlib import Path
+from statistics import mean, stdev
+
+HERE = Path(__file__).parent
+PARTS = {
+    "CIFAR-10, two shards": "CIFAR-10, batches",
+    "CIFAR-10, two shards, full batch": "CIFAR-10, full batch",
+    "Fashion-MNIST, one class": "F-MNIST, 1 class",
+    "Fashion-MNIST, two classes": "F-MNIST, 2 classes",
+    "Fashion-MNIST, Dir(0.1)": "F-MNIST, Dir(0.1)",
+}
+
+
+def table(file: str, row: str, columns: dict[str, str]) -> None:
+    """A line a row and a column a part, "mean / worst 10%"; the mean over the seeds, for one part its spread too."""
+    with (HERE / file).open(newline="") as lines:
+        runs = list(csv.DictReader(lines))
+    found: dict[tuple[str, str], list[dict[str, str]]] = defaultdict(list)
+    for run in runs:
+        found[run[row], run["part"]].append(run)
+    parts = [part for part in PARTS if any(part == there for _, there in found)]
+    print(f"| | {' | '.join(PARTS[part] for part in parts)} |\n|---|{'---|' * len(parts)}")
+    for name in dict.fromkeys(name for name, _ in found):
+        cells = []
+        for part in parts:
+            means = [[100 * float(run[column]) for run in found[name, part]] for column in columns]
+            cells.append(" / ".join(f"{mean(values):.1f} ± {stdev(values):.1f}" for values in means))
+        print(f"| {name} | {' | '.join(cells)} |")
+    print()
+
+
+if __name__ == "__main__":
+    table("trial.csv", "setting", {"late_mean": "mean", "late_worst:10": "worst 10%"})
+    table("first_form.csv", "row", {"mean": "mean", "worst:10": "worst 10%"})
