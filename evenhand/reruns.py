@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from threading import Thread
 from time import perf_counter
 from typing import Any
 
@@ -258,7 +259,7 @@ class Runner:
         threads = max(1, (os.cpu_count() or 1) // workers)
         apart = multiprocessing.get_context("spawn")  # a process that has used a GPU cannot be forked
         label, done = f"{len(programs)} programs, {workers} at a time", 0
-        with ProcessPoolExecutor(workers, apart, torch.set_num_threads, (threads,)) as pool:
+        with ProcessPoolExecutor(workers, apart, _as_worker, (threads,)) as pool:
             ordered = sorted(programs, key=lambda program: -len(program.tasks) * len(program.seeds))
             waiting: dict[Future[Outcomes], Program] = {
                 pool.submit(outcomes, program, self.wanted): program for program in ordered
@@ -387,6 +388,19 @@ class Runner:
                     self._write_series(line, result.series)
                 how = {"diverged": ended, "seconds": f"{result.seconds:.3f}", "machine": result.machine}
                 table.writerow({**line, **how, **told})
+
+
+def _as_worker(threads: int) -> None:
+    """A process of its own, which does not outlive the one that began it."""
+    torch.set_num_threads(threads)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    Thread(target=watch, daemon=True).start()
 
 
 def drawn_measures(recipe: Recipe) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import subprocess
 import sys
+import time
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -342,6 +343,37 @@ def test_without_a_spread_in_the_paper_our_own_is_the_unit(tiny):
     cell = found.cells(False)[0][2]
     assert cell.unit == pytest.approx(100 * np.std([0.50, 0.52], ddof=1))
     assert "own)" in cell.ours(True)
+
+
+WORKER = """
+import multiprocessing, os, time
+from concurrent.futures import ProcessPoolExecutor
+from evenhand.reruns import _as_worker
+if __name__ == "__main__":
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _as_worker, (1,)) as pool:
+        print(pool.submit(os.getpid).result(), flush=True)
+        pool.submit(time.sleep, 60).result()
+"""
+
+
+def test_workers_do_not_outlive_a_killed_command(tmp_path):
+    (tmp_path / "many.py").write_text(WORKER)
+    with subprocess.Popen([sys.executable, "many.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as command:
+        assert command.stdout is not None
+        worker = Path("/proc") / command.stdout.readline().strip()
+        if not worker.is_dir():
+            command.kill()
+            pytest.skip("no /proc to look at")
+        command.kill()
+    for _ in range(100):
+        try:
+            state = worker.joinpath("stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return
+        if state == "Z":  # dead, and nobody has asked how
+            return
+        time.sleep(0.1)
+    pytest.fail("the worker goes on")
 
 
 def test_files_without_the_machine_are_read_and_completed(tiny, tmp_path):
