@@ -23,6 +23,7 @@ Floats32 = np.ndarray[Any, np.dtype[np.float32]]
 
 
 OPTIONAL = ("labels", "partners", "blend")
+ARRAYS = ("indices", "weights", "shares", *OPTIONAL)
 ALIGNED = 256  # bytes: where the pieces of a transfer begin
 
 
@@ -148,7 +149,7 @@ def join(plans: Sequence[Plan]) -> Plan:
     if len(plans) == 1:
         return plans[0]
     found: dict[str, Any] = {"steps": max(entry.steps for entry in plans)}
-    for name in ("indices", "weights", "shares", *OPTIONAL):
+    for name in ARRAYS:
         given = [getattr(entry, name) for entry in plans]
         found[name] = _stacked(given) if given[0] is not None else None  # all plans have it, or none
     return Plan(**found)
@@ -171,7 +172,7 @@ def filled_up(steps: Plan, unit: int) -> Plan:
         missing = 0 if array is None else -array.shape[1] % unit
         return array if array is None or not missing else np.pad(array, ((0, 0), (0, missing), (0, 0)))
 
-    named = {name: longer(getattr(steps, name)) for name in ("indices", "weights", "shares", *OPTIONAL)}
+    named = {name: longer(getattr(steps, name)) for name in ARRAYS}
     return replace(steps, **named, steps=-(-steps.steps // unit) * unit)
 
 
@@ -191,7 +192,7 @@ class Batches:
 
     @classmethod
     def of(cls, steps: Plan, device: torch.device) -> Batches:
-        named = {name: getattr(steps, name) for name in ("indices", "weights", "shares", *OPTIONAL)}
+        named = {name: getattr(steps, name) for name in ARRAYS}
         return cls(
             **_sent({name: array for name, array in named.items() if array is not None}, device),
             steps=steps.steps,

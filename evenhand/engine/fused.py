@@ -123,15 +123,12 @@ class Fused(FeedForward):
             return super()._error(scores, targets, weights, lean)
         return self.kernels.error(scores, targets, weights)
 
-    def _back(self, tensors: Tensors, activations: list[Tensor], error: Tensor, found: Tensors | None) -> None:
-        below = len(self.opening.convolutions)
-        kept, activations = activations[: 2 * below], activations[2 * below :]
-        for depth in reversed(range(len(self.layers))):
-            gated = depth > 0 and self.layers[depth - 1].relu
-            wanted = depth > 0 or below > 0
-            error = self._layer_back(tensors, self.layers[depth], activations[depth], error, wanted, gated, found)
+    def _back(self, tensors: Tensors, activations: list[Tensor], error: Tensor, found: Tensors | None) -> Tensor:
+        below = 2 * len(self.opening.convolutions)
+        error = super()._back(tensors, activations[below:], error, found)
         if below:
-            self._convolutions_back(tensors, kept, error, found)
+            self._convolutions_back(tensors, activations[:below], error, found)
+        return error
 
     def _convolutions_back(self, tensors: Tensors, kept: list[Tensor], error: Tensor, found: Tensors | None) -> None:
         for depth in reversed(range(len(self.opening.convolutions))):

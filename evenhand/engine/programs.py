@@ -344,11 +344,15 @@ class FeedForward:
         error.mul_(weights.unsqueeze(2))
         return error if lean is None else error.add_(lean.error(scores))
 
-    def _back(self, tensors: Tensors, activations: list[Tensor], error: Tensor, found: Tensors | None) -> None:
-        """From the scores' error down: gradients are found or, without a place for them, taken off the weights."""
+    def _back(self, tensors: Tensors, activations: list[Tensor], error: Tensor, found: Tensors | None) -> Tensor:
+        """From the scores' error down: gradients are found or, without a place for them, taken off the weights.
+
+        Returns the error below the linear layers, where anything convolves there.
+        """
         for depth in reversed(range(len(self.layers))):
-            gated = depth > 0 and self.layers[depth - 1].relu
-            error = self._layer_back(tensors, self.layers[depth], activations[depth], error, depth > 0, gated, found)
+            below, gated = depth > 0 or self.convolves, depth > 0 and self.layers[depth - 1].relu
+            error = self._layer_back(tensors, self.layers[depth], activations[depth], error, below, gated, found)
+        return error
 
     def _layer_back(
         self,

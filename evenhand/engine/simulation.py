@@ -35,7 +35,7 @@ from evenhand.engine.correction import Course, log_probabilities
 from evenhand.engine.groups import Told, cells_of, check_groups, looks_at_groups, said, sharpness, told_columns
 from evenhand.engine.programs import layers_of
 from evenhand.engine.rounds import Begun, Floats, Integers, Ready, Replica, Settings, Turn, Verdict
-from evenhand.engine.training import Asked, Columns, Local, Shape, evaluate, samples_at_once
+from evenhand.engine.training import Columns, Local, Shape, evaluate, samples_at_once
 from evenhand.engine.wishes import (
     SEEN,
     likeness_of,
@@ -663,21 +663,9 @@ class Simulation:
 
     # ------------------------------------------------------------------------------------------------ evaluation
 
-    def _asked(self, samples: Samples) -> Asked:
-        at_once = samples_at_once(self.local.program, self.device)
-        return Asked(
-            self.inputs,
-            self.targets,
-            samples,
-            at_once,
-            self.local.cells,
-            self.local.cell_count,
-            self.settings.precision,
-        )
-
     def _losses(self, models: Tensor, samples: Samples) -> tuple[Floats, Floats, Integers | None]:
         """Mean loss and accuracy on several clients' samples, NaN for a client without any; predictions by cell."""
-        sums, counts = evaluate(self.module, self.shape, models, self._asked(samples))
+        sums, counts = evaluate(self.module, self.shape, models, self.local.asked(samples))
         both = sums.cpu().numpy() / np.where(samples.counts > 0, samples.counts, np.nan)
         return both[0], both[1], None if counts is None else counts.cpu().numpy()
 

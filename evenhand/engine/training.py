@@ -362,6 +362,11 @@ class Local:
         assert total is not None
         return total
 
+    def asked(self, samples: Samples) -> Asked:
+        """An evaluation on some clients' samples, as this data set and device have it."""
+        at_once = samples_at_once(self.program, self.inputs.device)
+        return Asked(self.inputs, self.targets, samples, at_once, self.cells, self.cell_count, self.precision)
+
     def _samples(self, batches: Batches) -> Callable[[slice], Tensor]:
         """The inputs of some steps (rows x steps x batch x ...): gathered once where that is not too much."""
         each = self.inputs[:1].numel() * self.inputs.element_size()

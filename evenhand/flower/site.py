@@ -22,7 +22,7 @@ from evenhand.engine.batches import OPTIONAL, Batches, Plan, gather, mixed, plan
 from evenhand.engine.choice import choose_program
 from evenhand.engine.correction import dimensions, log_probabilities, upper
 from evenhand.engine.groups import cells_of, looks_at_groups, sharpness, told_columns
-from evenhand.engine.training import Asked, Columns, Local, Shape, evaluate, samples_at_once
+from evenhand.engine.training import Columns, Local, Shape, evaluate, samples_at_once
 from evenhand.engine.wishes import likeness_of, mixup_of, pull_of
 from evenhand.flower import correction, wire
 from evenhand.flower.client import PERSONAL, described, evaluated, node_name, node_place
@@ -335,8 +335,7 @@ def _evaluate(site: Site, message: Message, context: Context) -> Message:
     local, count = site.local, len(site.test)
     if not count:
         return evaluated(message, 0, 0.0, 0.0, None if site.cells is None else np.zeros(_size(site), dtype=np.int64))
-    at_once = samples_at_once(local.program, site.device)
-    asked = Asked(local.inputs, local.targets, gather([site.test], site.device), at_once, local.cells, local.cell_count)
+    asked = local.asked(gather([site.test], site.device))
     sums, predicted = evaluate(site.module, site.shape, row.unsqueeze(0), asked)
     loss, right = (float(value) / count for value in sums[:, 0])
     return evaluated(message, count, loss, right, None if predicted is None else predicted.cpu().numpy())
