@@ -612,6 +612,12 @@ def to_numpy(found: Sequence[Tensor]) -> list[Floats]:
     return Awaited(found).numpy()
 
 
+def sent(numbers: np.ndarray[Any, Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers on a device, without waiting for what it is doing."""
+    found = torch.from_numpy(numbers).to(dtype)
+    return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found.to(device)
+
+
 class Awaited:
     """A copy of float64 tensors on its way to the CPU, in one transfer; what is launched later is not waited for."""
 
@@ -681,8 +687,7 @@ def combine(
             kind = torch.float64 if precise else updates.compute_dtype(part)
             device, size = updates.device_of(part), layout.sizes[part]
             if (kind, device) not in placed:
-                rows_of = [torch.from_numpy(scales[:1] if alike else scales) for _, scales in sources]
-                placed[kind, device] = [scales.to(kind).to(device) for scales in rows_of]
+                placed[kind, device] = [sent(scales[:1] if alike else scales, kind, device) for _, scales in sources]
             out: Tensor | None = None if own is None else own[part]
             for (source, _), weights in zip(sources, placed[kind, device], strict=True):
                 for block, span in [(0, slice(0, size))] if alike else spans:
@@ -724,7 +729,7 @@ def combine_within(coefficients: Floats, rows: Tensor, layout: Layout) -> Tensor
     """Each cohort's linear combination (cohorts x columns); coefficients are cohorts x blocks x rows."""
     apart = rows.view(len(coefficients), -1, rows.shape[1])
     alike = (coefficients == coefficients[:, :1]).all()
-    scales = torch.from_numpy(coefficients[:, :1] if alike else coefficients).to(rows.dtype).to(rows.device)
+    scales = sent(coefficients[:, :1] if alike else coefficients, rows.dtype, rows.device)
     with exact_products(Updates(layout, (rows,), len(rows))):
         if alike:
             return torch.bmm(scales, apart).squeeze(1)

@@ -76,7 +76,7 @@ def min_norm(gram: Floats, lower: Floats | None = None, upper: Floats | None = N
     high = np.ones(rows) if upper is None else np.minimum(upper, 1.0)
     if boxed:
         _check_feasible(low, high)
-    squares = np.diagonal(gram)
+    squares: Floats = np.diagonal(gram)
     if not np.isfinite(squares).all():
         raise EvenhandError("the Gram matrix holds NaN or Inf; leave such rows out")
     still = squares <= 0.0
@@ -85,17 +85,20 @@ def min_norm(gram: Floats, lower: Floats | None = None, upper: Floats | None = N
         return MinNorm(_inside(start, low, high), 0.0 if still.any() else float(gram[0, 0]), 0.0, "closed form")
     shortest = float(squares[~still].min())
     lengths = np.sqrt(np.where(still, shortest, squares) / shortest)
-    problem = _Problem(gram / (shortest * np.outer(lengths, lengths)), 1.0 / lengths, low * lengths, high * lengths)
+    problem = _Problem(gram / (shortest * lengths[:, None] * lengths), 1.0 / lengths, low * lengths, high * lengths)
+    norms = np.sqrt(np.maximum(squares, 0.0))
     best: MinNorm | None = None
     for name, solve in _solvers(rows, boxed):
         scaled = solve(problem)
         if scaled is None or not np.isfinite(scaled).all():
             continue
         for label, point in _candidates(name, problem, scaled):
-            weights = _inside(point / lengths, low, high)
-            square = float(weights @ gram @ weights)
-            noise = 1e-15 * np.sqrt(squares.max()) * float(weights @ np.sqrt(np.maximum(squares, 0.0)))
-            gap = max(0.0, optimality_gap(gram, weights, low, high) - noise) / max(shortest, square)
+            weights = _inside(point / lengths, low, high) if boxed else _on_simplex(point / lengths)
+            slope = gram @ weights
+            square = float(weights @ slope)
+            noise = 1e-15 * float(norms.max()) * float(weights @ norms)
+            cheapest = _cheapest(slope, low, high) if boxed else float(slope.min())
+            gap = max(0.0, square - cheapest - noise) / max(shortest, square)
             if best is None or gap < best.gap:
                 best = MinNorm(weights, square, gap, label)
             if best.gap <= SHARP:
@@ -110,11 +113,15 @@ def min_norm(gram: Floats, lower: Floats | None = None, upper: Floats | None = N
 def optimality_gap(gram: Floats, weights: Floats, low: Floats, high: Floats) -> float:
     """How much the linearised objective could still fall: zero exactly at a minimiser (Frank-Wolfe gap)."""
     slope = gram @ weights
+    return max(0.0, float(weights @ slope) - _cheapest(slope, low, high))
+
+
+def _cheapest(slope: Floats, low: Floats, high: Floats) -> float:
+    """The smallest value of a linear function over the weights in a box."""
     order = np.argsort(slope, kind="stable")
     room = (high - low)[order]
     spent = np.minimum(np.maximum(1.0 - low.sum() - (np.cumsum(room) - room), 0.0), room)
-    cheapest = float(low @ slope + spent @ slope[order])
-    return max(0.0, float(weights @ slope) - cheapest)
+    return float(low @ slope + spent @ slope[order])
 
 
 def submatrix(matrix: Floats, which: np.ndarray[Any, Any]) -> Floats:
@@ -137,6 +144,13 @@ def _check_feasible(low: Floats, high: Floats) -> None:
             f"no weights fit the box: lower bounds add up to {low.sum():.6g}, upper bounds to {high.sum():.6g}, "
             "and 1 must lie between"
         )
+
+
+def _on_simplex(weights: Floats) -> Floats:
+    """Clip rounding errors away; weights add up to one."""
+    weights = np.maximum(weights, 0.0)
+    total = float(weights.sum())
+    return weights / total if total > 0.0 else np.full(len(weights), 1.0 / len(weights))
 
 
 def _inside(weights: Floats, low: Floats, high: Floats) -> Floats:
@@ -236,7 +250,8 @@ def _pivoting(problem: _Problem) -> Floats | None:
         point = np.zeros(len(problem))
         point[inside] = found
         slope = gram @ point - costs
-        wrong = np.where(free, point < -1e-12 * np.abs(found).max(initial=0.0), slope < -1e-12).nonzero()[0]
+        slope[inside] = found / max(float(np.abs(found).max(initial=0.0)), 1e-300)  # its own side: the point's sign
+        wrong = (slope < -1e-12).nonzero()[0]
         if not len(wrong):
             for _ in range(2):  # the factor of the ridged matrix refines the solution of the matrix itself
                 rest = costs[inside] - (part @ found - RIDGE * found)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from evenhand import storage
 from evenhand.checks import EvenhandError
-from evenhand.geometry import Floats, Updates, past_updates
+from evenhand.geometry import Floats, Updates, past_updates, sent
 from evenhand.methods.base import Client, Memo
 
 Integers = np.ndarray[Any, np.dtype[np.int64]]
@@ -116,7 +116,7 @@ class Memory:
         free = [place for place in range(len(kept) + len(fresh)) if place not in taken][: len(fresh)]
         filled = self.held[0].rows if one else len(kept)
         rows = max(filled, max(free, default=-1) + 1)
-        index = torch.tensor(free)
+        index = np.array(free, dtype=np.int64)
         parts = []
         for part in range(len(fresh.parts)):
             rows_now = fresh.dense(part, device, copy=False)
@@ -130,7 +130,7 @@ class Memory:
                         holder = self.held[self.holders[position]].parts[part]
                         grown[place] = holder[self.places[position]]
                 bank = grown
-            bank.index_copy_(0, index.to(bank.device), rows_now)
+            bank.index_copy_(0, sent(index, torch.int64, bank.device), rows_now)
             parts.append(bank)
         turn = self.held[0].turn if one else [0]
         turn[0] += 1

@@ -14,7 +14,7 @@ from torch.func import functional_call
 
 from evenhand.checks import EvenhandError
 from evenhand.engine import worker
-from evenhand.engine.batches import Batches, Cohort, join, packed, plan, plan_together
+from evenhand.engine.batches import Batches, Cohort, join, packed, plan, plan_together, plans_apart
 from evenhand.engine.choice import choose_program
 from evenhand.engine.graphs import Replayed
 from evenhand.engine.programs import Batched, FeedForward, Sequential
@@ -219,6 +219,11 @@ def test_plans_made_together_are_those_made_one_by_one(batch_size, epochs):
         np.testing.assert_array_equal(getattr(together, name), getattr(expected, name))
     moving = [one.weights[:, : one.steps].any(axis=2).all() for one in (together, *alone)]
     assert [Batches.of(one, torch.device("cpu")).steady for one in (together, *alone)] == moving
+    apart = plans_apart([[one] for one in cohorts()], batch_size)
+    for found, one in zip(apart, alone, strict=True):
+        assert found.steps == one.steps
+        for name in ("indices", "weights", "shares"):
+            np.testing.assert_array_equal(getattr(found, name), getattr(one, name))
 
 
 def test_tensors_of_several_kinds_travel_in_one_piece():
@@ -530,8 +535,9 @@ def test_long_rounds_are_played_in_stretches(name, epochs, monkeypatch):
     plain, stretched = simulation_of(name, **settings), simulation_of(name, **settings)
     monkeypatch.setattr(worker, "LONGEST", 16)
     stretched.worker.replayed, stretched.together = Replayed(), True
+    stretched.preparation.even_steps = True
     stretched.worker.replayed.LIMIT = 0
-    assert stretched.uneven
+    assert stretched.preparation.uneven
     plain.run()
     stretched.run()
     for one, other in zip(plain.replicas, stretched.replicas, strict=True):
@@ -573,6 +579,7 @@ def as_on_a_gpu(name: str, **settings):
     """A simulation that treats the CPU as it would a GPU."""
     made = simulation_of(name, **settings)
     made.together, made.worker.replayed = True, Overwritten()
+    made.preparation.even_steps = True
     return made
 
 

@@ -112,8 +112,8 @@ class Ready:
 
     @cached_property
     def alike(self) -> bool:
-        """Whether there are several replicas, whose rows all arrive, as many of each."""
-        return len(self.replicas) > 1 and self.even and not np.concatenate(self.lost).any()
+        """Whether all rows arrive, as many of every replica."""
+        return self.even and not np.concatenate(self.lost).any()
 
     def parts(self) -> Iterator[tuple[slice, Batches]]:
         start = 0

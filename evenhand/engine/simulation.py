@@ -17,33 +17,20 @@ from evenhand.aggregation import Aggregate, Opened, Weighed
 from evenhand.checks import EvenhandError, NoUsableClient
 from evenhand.constraints import Leaning, Sums, View
 from evenhand.data import Dataset
-from evenhand.engine.batches import (
-    Batches,
-    Cohort,
-    Indices,
-    Plan,
-    Samples,
-    filled_up,
-    gather,
-    join,
-    mixed,
-    plan_together,
-    relabelled,
-)
+from evenhand.engine.batches import Samples, gather
 from evenhand.engine.choice import choose_program
 from evenhand.engine.correction import Course, log_probabilities
 from evenhand.engine.groups import Told, cells_of, check_groups, looks_at_groups, said, sharpness, told_columns
+from evenhand.engine.preparation import Preparation
 from evenhand.engine.programs import layers_of
 from evenhand.engine.rounds import Begun, Floats, Integers, Ready, Replica, Settings, Turn, Verdict
 from evenhand.engine.training import Columns, Local, Shape, evaluate, samples_at_once
 from evenhand.engine.wishes import (
     SEEN,
     likeness_of,
-    mixup_of,
     needs_losses,
     pace_of,
     pull_of,
-    sees_one_batch,
     trains_personal,
     wants_trained,
 )
@@ -56,15 +43,14 @@ from evenhand.geometry import (
     launch,
     products_within,
     read_updates,
+    sent,
     settle,
     to_numpy,
 )
 from evenhand.holdings import Holdings, class_names
 from evenhand.methods import Method
 from evenhand.objectives import Correction
-from evenhand.streams import stream
 
-UNIT = 8  # of clients with different numbers of steps rounds have a multiple of so many, and so fewer shapes
 NOBODY = "no client answered: the model stays"
 
 
@@ -95,7 +81,6 @@ class Simulation:
         self._begun: Begun | None = None  # and begun before this one is written down
         self._rows: Tensor | None = None
         self._layout: Layout | None = None
-        self._held_owners: tuple[tuple[int, ...], Tensor] | None = None
         self._held_columns: tuple[Tensor, dict[str, list[float]], Columns] | None = None
         self.replicas = list(replicas)
         # A GPU has room for all replicas at once, and works while this program prepares rounds and writes them down; a
@@ -108,8 +93,8 @@ class Simulation:
             check_groups(replica.method, dataset, self.cells)
             self._check_layers(replica.method)
             self._set_course(replica)
-        self.noisy = any(replica.labels is not None for replica in self.replicas)
-        self.mixing = any(mixup_of(replica.method) > 0.0 for replica in self.replicas)
+        self.preparation = Preparation(dataset, self.replicas, settings, device)
+        self.preparation.even_steps = self.worker.replayed is not None
         if len({replica.method.training for replica in self.replicas}) > 1:
             raise EvenhandError("replicas that train together must all be federated, alone or pooled")
 
@@ -131,13 +116,6 @@ class Simulation:
         given, held = replica.partition.labels, replica.trained
         replica.course = Course(replica.method.objective, held, self.settings.rounds)
         replica.memo = replica.course.start(self.dataset.labels[held.indices] if given is None else given)
-
-    @cached_property
-    def uneven(self) -> bool:
-        """Whether clients need different numbers of steps for their data."""
-        size = self.settings.work.batch_size
-        steps = {int(count) for replica in self.replicas for count in np.unique(replica.trained.sizes) if count}
-        return size is not None and len({-(-count // size) for count in steps}) > 1
 
     @cached_property
     def data_fingerprint(self) -> str:
@@ -208,11 +186,9 @@ class Simulation:
         models = self._models(replicas)
         measuring = self.settings.measure != "needed" or any(needs_losses(replica.method) for replica in replicas)
         told = self._tell(models[ready.owner] if len(models) > 1 and not ready.even else models, ready)
-        updates, measured = self._train(models, ready, measuring and told is None, told)
+        updates, measured, *among = self._train(models, ready, measuring and told is None, told)
         turns = [self._arrived(number, updates, ready) for number in range(len(replicas))]
-        own: Sequence[Tensor | None] = [None] * len(replicas)
-        if ready.alike:
-            own = products_within(updates, self._layout_of(updates), len(replicas)).unbind()
+        own = among[0].unbind() if among else [None] * len(replicas)
         given = zip(turns, own, strict=True)
         launched = [launch(turn.given, turn.past, there) if turn.kept.size else [] for turn, there in given]
         found = Awaited([measured, *itertools.chain(*launched)])
@@ -261,79 +237,7 @@ class Simulation:
         return models[0].unsqueeze(0) if len(models) == 1 else torch.stack(models)
 
     def _prepare(self, index: int, replicas: list[Replica]) -> Ready:
-        """Who takes part in a round and on which samples: known before the round begins."""
-        sampling, work = self.settings.sampling, self.settings.work
-        asked, lost = [], []
-        cohorts: dict[Any, tuple[Replica, Cohort]] = {}  # replicas of a seed on the same data do the same work
-        whose: list[Any] = []
-        for replica in replicas:
-            sizes = replica.trained.sizes
-            pooled = replica.method.training == "pooled"
-            if replica.course is not None:
-                here = replica.course.asked(index, replica.seed, sampling, replica.memo)
-            else:
-                here = np.zeros(1, dtype=np.int64) if pooled else sampling.draw(replica.seed, index, sizes)
-            here = here[sizes[here] > 0]  # a client without training data has nothing to say
-            asked.append(here)
-            sending = replica.method.training == "federated"  # who sends nothing cannot fail to
-            lost.append(sampling.failed(replica.seed, index, here) if sending else np.zeros(len(here), dtype=bool))
-            one = sees_one_batch(replica.method)
-            whose.append((replica.seed, id(replica.partition), pooled, replica.course and id(replica), one))
-            if whose[-1] not in cohorts:
-                epochs = sampling.epochs(replica.seed, index, here, 1 if one else work.epochs)
-                rng = stream(replica.seed, "batches", index)
-                cohorts[whose[-1]] = replica, Cohort(self._samples(replica, here), epochs, rng)
-        counts = [len(here) for here in asked]
-        chunk = self.settings.chunk or max(1, sum(counts))
-        steps = self._plan(list(cohorts.values()))
-        if self.worker.replayed is not None and self.uneven and steps.steps > UNIT:
-            steps = filled_up(steps, UNIT)
-        every = Batches.of(steps, self.device)
-        if len(cohorts) < len(replicas):
-            edges = np.cumsum([0, *(len(cohort.samples) for _, cohort in cohorts.values())])
-            starts = dict(zip(cohorts, edges, strict=False))
-            rows = np.concatenate([starts[key] + np.arange(count) for key, count in zip(whose, counts, strict=True)])
-            every = every.part(torch.from_numpy(rows).to(self.device))
-        pieces = [every]
-        if chunk < sum(counts):
-            pieces = [every.part(slice(start, start + chunk)) for start in range(0, sum(counts), chunk)]
-        return Ready(
-            round=index,
-            replicas=replicas,
-            asked=asked,
-            lost=lost,
-            edges=np.cumsum([0, *counts]),
-            owner=self._owners(tuple(counts)),
-            even=len(set(counts)) == 1 and len(pieces) == 1,
-            pieces=pieces,
-        )
-
-    def _samples(self, replica: Replica, clients: Indices) -> list[Indices]:
-        """The clients' samples, or their places among all training samples where labels go by these."""
-        held, most = replica.trained, self.settings.work.batch_size if sees_one_batch(replica.method) else None
-        every = np.arange(len(held.indices)) if self.noisy else held.indices
-        edges = zip(held.offsets[clients].tolist(), held.offsets[clients + 1].tolist(), strict=True)
-        return [every[start:stop][:most] for start, stop in edges]
-
-    def _plan(self, cohorts: Sequence[tuple[Replica, Cohort]]) -> Plan:
-        """All local steps; with the labels as the clients have them, where anybody's are not the data set's."""
-        size = self.settings.work.batch_size
-        if not self.noisy:
-            return plan_together([cohort for _, cohort in cohorts], size)
-        plans = []
-        for replica, cohort in cohorts:
-            held, labels = replica.trained, replica.labels
-            labels = self.dataset.labels[held.indices] if labels is None else labels
-            steps = relabelled(plan_together([cohort], size), held.indices, labels)
-            plans.append(mixed(steps, mixup_of(replica.method), cohort.rng) if self.mixing else steps)
-        return join(plans)
-
-    def _owners(self, counts: tuple[int, ...]) -> Tensor:
-        """Which replica each row belongs to; kept, since most rounds are alike."""
-        if self._held_owners is None or self._held_owners[0] != counts:
-            owner = torch.from_numpy(np.repeat(np.arange(len(counts)), counts)).to(self.device)
-            self._held_owners = (counts, owner)
-        return self._held_owners[1]
+        return self.preparation.next(index) if self.together else self.preparation.one(index, replicas)
 
     def _columns(self, ready: Ready, pulls: Sequence[float], told: Told | None = None) -> Columns:
         """What differs from row to row because it differs from replica to replica; kept like the owners."""
@@ -349,7 +253,7 @@ class Simulation:
         if self._held_columns is None or self._held_columns[0] is not ready.owner or self._held_columns[1] != named:
             columns = Columns(
                 **{
-                    name: torch.tensor(values, device=self.device)[ready.owner].unsqueeze(1)
+                    name: sent(np.array(values), torch.float32, self.device)[ready.owner].unsqueeze(1)
                     for name, values in named.items()
                     if name == "rates" or any(values)
                 }
@@ -388,8 +292,8 @@ class Simulation:
         replica.memo = leaning.memo
         return leaning
 
-    def _train(self, models: Tensor, ready: Ready, measuring: bool, told: Told | None) -> tuple[Tensor, Tensor]:
-        """Every row's update, and loss and accuracy of the model it received."""
+    def _train(self, models: Tensor, ready: Ready, measuring: bool, told: Told | None) -> tuple[Tensor, ...]:
+        """Every row's update, and loss and accuracy of the model it received; the inner products where all arrive."""
         rate = self.settings.work.rate(ready.round)
         columns = self._columns(ready, [pull_of(replica.method, rate) for replica in ready.replicas], told)
         columns = self._looking_back(models, ready, self._leashed(ready, columns))
@@ -397,12 +301,14 @@ class Simulation:
             self._rows = torch.empty(len(ready.owner), self.shape.total, device=self.device)  # fresh memory is slow
         if len(ready.pieces) == 1:
             received = models if ready.even else models[ready.owner]
-            return self.worker.round(received, ready.pieces[0], columns, measuring, self._rows)
+            then = self._products_of(len(ready.replicas)) if ready.alike else None
+            return self.worker.round(received, ready.pieces[0], columns, measuring, self._rows, then)
         updates = torch.empty(len(ready.owner), self.shape.total, device=self.device)
         measured = torch.zeros(2, len(updates), dtype=torch.float64, device=self.device)
         for part, batches in ready.parts():
             received = models if len(models) == 1 else models[ready.owner[part]]
-            updates[part], measured[:, part] = self.worker.round(received, batches, columns.part(part), measuring)
+            found = self.worker.round(received, batches, columns.part(part), measuring)
+            updates[part], measured[:, part] = found[0], found[1]
         return updates, measured
 
     def _measure(self, models: Tensor, ready: Ready, rows: slice) -> Tensor:
@@ -538,6 +444,17 @@ class Simulation:
         state = ready.replicas[number].state
         return Turn(given, [] if state is None else state.memory.pieces(given), kept)
 
+    def _products_of(self, replicas: int) -> Callable[[Tensor], Tensor]:
+        """The inner products of each replica's updates (replicas x layers x rows x rows)."""
+
+        def found(updates: Tensor) -> Tensor:
+            layout = self._layout_of(updates)
+            if replicas > 1:
+                return products_within(updates, layout, replicas)
+            return launch(Updates(layout, (updates,), len(updates)))[0].unsqueeze(0)
+
+        return found
+
     def _layout_of(self, updates: Tensor) -> Layout:
         if self._layout is None:
             self._layout = read_updates(updates, self.shape.layers).layout
@@ -616,7 +533,7 @@ class Simulation:
     def _combined(self, begun: Begun, weighed: Sequence[Weighed | None]) -> Sequence[list[Tensor] | None]:
         """The present clients' part of every direction, all replicas at once where that can be."""
         own = [one.coefficients[:, : len(one.here)] for one in weighed if one is not None and not one.excluded]
-        if not begun.ready.alike or len(own) < len(weighed):
+        if len(weighed) == 1 or not begun.ready.alike or len(own) < len(weighed):
             return [None] * len(weighed)
         found = combine_within(np.stack(own), begun.updates, self._layout_of(begun.updates))
         return [[direction] for direction in found.unbind()]

@@ -24,20 +24,28 @@ class Worker:
         self.replayed = Replayed() if Replayed.possible(local.inputs.device, local.program) else None
 
     def round(
-        self, models: Tensor, batches: Batches, columns: Columns, measuring: bool, out: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """As `Local.round`."""
-        if self.replayed is None or (batches.steps > LONGEST and columns.tables is not None):
-            return self.local.round(models, batches, columns, measuring=measuring, out=out)
-        if batches.steps > LONGEST:
-            return self._in_stretches(models, batches, columns, measuring)
-        key = ("round", batches.steps, batches.steady, batches.whole, measuring)
+        self,
+        models: Tensor,
+        batches: Batches,
+        columns: Columns,
+        measuring: bool,
+        out: Tensor | None = None,
+        then: Callable[[Tensor], Tensor] | None = None,
+    ) -> tuple[Tensor, ...]:
+        """As `Local.round`, and what `then`, the same for rounds of the same shape, makes of the updates."""
+        if self.replayed is None or batches.steps > LONGEST:
+            if self.replayed is None or columns.tables is not None:
+                updates, measured = self.local.round(models, batches, columns, measuring=measuring, out=out)
+            else:
+                updates, measured = self._in_stretches(models, batches, columns, measuring)
+            return (updates, measured) if then is None else (updates, measured, then(updates))
+        key = ("round", batches.steps, batches.steady, batches.whole, measuring, then is None)
 
-        def work(models: Tensor, batches: Batches, **columns: Tensor) -> tuple[Tensor, Tensor]:
-            return self.local.round(models, batches, Columns(**columns), measuring=measuring)
+        def work(models: Tensor, batches: Batches, **columns: Tensor) -> tuple[Tensor, ...]:
+            found = self.local.round(models, batches, Columns(**columns), measuring=measuring)
+            return found if then is None else (*found, then(found[0]))
 
-        updates, measured = self._replay(key, work, models, batches, columns.named())
-        return updates, measured
+        return self._replay(key, work, models, batches, columns.named())
 
     def _in_stretches(
         self, models: Tensor, batches: Batches, columns: Columns, measuring: bool
