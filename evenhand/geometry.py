@@ -677,6 +677,8 @@ def combine(
     `past` are remembered rows with coefficients of their own. `precise` accumulates in float64, for combinations whose
     terms nearly cancel. own: the combination without the past, where it is there already; the past is added in place.
     """
+    if own is not None and not past:
+        return list(own)
     layout = updates.layout
     sources = [*past] if own is not None else [(updates, coefficients), *past]
     alike = all((scales == scales[:1]).all() for _, scales in sources)  # one combination for the whole model

@@ -1,8 +1,9 @@
-"""A round before it begins: who takes part, and on which samples; on a GPU several rounds at once."""
+"""A round before it begins: who takes part, and on which samples; on a GPU several rounds at once, beside its work."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -54,6 +55,15 @@ class Cast:
         )
 
 
+@dataclass(frozen=True)
+class Drawn:
+    """Some rounds' people and plans, before they are on the device."""
+
+    indices: Sequence[int]
+    casts: list[Cast]
+    plans: list[Plan]
+
+
 class Preparation:
     """Says of a round, before it begins, all that follows from its number and the seeds."""
 
@@ -64,6 +74,8 @@ class Preparation:
         self.noisy = any(replica.labels is not None for replica in replicas)
         self.mixing = any(mixup_of(replica.method) > 0.0 for replica in replicas)
         self._stock: dict[int, Ready] = {}
+        self._aside: tuple[int, Future[Drawn]] | None = None  # the rounds after those, and the first of their numbers
+        self._helper: ThreadPoolExecutor | None = None
         self._owners: tuple[tuple[int, ...], Tensor] | None = None
         self._shared: tuple[Indices, Tensor] | None = None
 
@@ -76,16 +88,36 @@ class Preparation:
 
     def one(self, index: int, replicas: list[Replica]) -> Ready:
         """A round of some replicas."""
-        return self._made([index], replicas)[0]
+        return self._placed(self._drawn([index], replicas), replicas)[0]
 
     def next(self, index: int) -> Ready:
-        """A round of all replicas; the ones after it are prepared with it, and waiting for their turn."""
+        """A round of all replicas.
+
+        The rounds after it are prepared with it and wait for their turn, and while they do a thread draws those that
+        follow: numpy lets go of the interpreter while it draws and sorts.
+        """
+        if self.noisy or any(replica.course is not None for replica in self.replicas):
+            return self.one(index, list(self.replicas))
         if index not in self._stock:
-            known = not self.noisy and all(replica.course is None for replica in self.replicas)
-            last = min(index + (self._at_once if known else 1), self.settings.rounds)
-            made = self._made(range(index, last), list(self.replicas))
-            self._stock = {ready.round: ready for ready in made}
+            self._stock = {ready.round: ready for ready in self._fetched(index)}
         return self._stock.pop(index)
+
+    def _fetched(self, index: int) -> list[Ready]:
+        """A round and those prepared with it."""
+        replicas, aside = list(self.replicas), self._aside
+        drawn = (
+            aside[1].result() if aside is not None and aside[0] == index else self._drawn(self._from(index), replicas)
+        )
+        ready, following = self._placed(drawn, replicas), self._from(index + len(drawn.indices))
+        self._aside = None
+        if following:
+            if self._helper is None:
+                self._helper = ThreadPoolExecutor(1, "evenhand-rounds")
+            self._aside = following.start, self._helper.submit(self._drawn, following, replicas)
+        return ready
+
+    def _from(self, index: int) -> range:
+        return range(index, min(index + self._at_once, self.settings.rounds))
 
     @cached_property
     def _at_once(self) -> int:
@@ -94,13 +126,17 @@ class Preparation:
         places = max(1, self.settings.work.epochs) * sum(map(int.__mul__, sizes, clients))
         return max(1, min(AHEAD, ROOM // max(1, places)))
 
-    def _made(self, indices: Sequence[int], replicas: list[Replica]) -> list[Ready]:
+    def _drawn(self, indices: Sequence[int], replicas: list[Replica]) -> Drawn:
         casts = [self._cast(index, replicas) for index in indices]
         plans = self._plans([list(cast.cohorts.values()) for cast in casts])
         if self.even_steps and self.uneven:
             plans = [filled_up(steps, UNIT) if steps.steps > UNIT else steps for steps in plans]
-        batches = Batches.several(plans, self.device)
-        return [self._ready(*given, replicas) for given in zip(indices, casts, batches, strict=True)]
+        return Drawn(indices, casts, plans)
+
+    def _placed(self, drawn: Drawn, replicas: list[Replica]) -> list[Ready]:
+        """The rounds on the device."""
+        batches = Batches.several(drawn.plans, self.device)
+        return [self._ready(*given, replicas) for given in zip(drawn.indices, drawn.casts, batches, strict=True)]
 
     def _cast(self, index: int, replicas: list[Replica]) -> Cast:
         sampling, work = self.settings.sampling, self.settings.work
@@ -148,7 +184,7 @@ class Preparation:
     def _ready(self, index: int, cast: Cast, every: Batches, replicas: list[Replica]) -> Ready:
         counts = cast.counts
         if len(cast.cohorts) < len(replicas):
-            every = every.part(self._placed(cast.rows()))
+            every = every.part(self._numbers(cast.rows()))
         total = sum(counts)
         chunk = self.settings.chunk or max(1, total)
         pieces = [every] if chunk >= total else [every.part(slice(a, a + chunk)) for a in range(0, total, chunk)]
@@ -170,7 +206,7 @@ class Preparation:
             self._owners = (counts, owner)
         return self._owners[1]
 
-    def _placed(self, rows: Indices) -> Tensor:
+    def _numbers(self, rows: Indices) -> Tensor:
         """These numbers on the device; kept like the owners."""
         if self._shared is None or not np.array_equal(self._shared[0], rows):
             self._shared = rows, torch.from_numpy(rows).to(self.device)
