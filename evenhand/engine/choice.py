@@ -24,9 +24,11 @@ def choose_program(
     """
     if wanted not in PROGRAMS:
         raise EvenhandError(f"program={wanted!r} is not one of {', '.join(map(repr, PROGRAMS))}")
-    if wanted == "fused" or (wanted == "auto" and Fused.fits(module, device)):
+    plain = bool(feed_forward_layers(module))
+    fused = Fused.fits(module, device) and not (plain and precision == "float32")  # which is faster as it comes
+    if wanted == "fused" or (wanted == "auto" and fused):
         return Fused(module, device, precision)
-    if wanted == "feed-forward" or (wanted == "auto" and feed_forward_layers(module)):
+    if wanted == "feed-forward" or (wanted == "auto" and plain):
         return FeedForward(module)
     convolves = any(isinstance(part, nn.modules.conv._ConvNd) for part in module.modules())
     large = sum(parameter.numel() for parameter in module.parameters()) > SMALL
