@@ -349,3 +349,13 @@ def test_the_site_builds_without_a_warning_and_needs_no_network(tmp_path):
     for path in [*pages.values(), *(tmp_path / "site").rglob("*.css")]:
         found = fetched.search(path.read_text())
         assert found is None, f"{path.name}: {found[0]}"
+
+
+def test_the_first_table_of_the_readme_is_that_of_the_committed_runs():
+    place = ROOT / "docs" / "results" / "front.py"
+    spec = importlib.util.spec_from_file_location("front", place)
+    assert spec is not None
+    assert spec.loader is not None
+    front = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(front)
+    assert front.table(front.read()) in (ROOT / "README.md").read_text(encoding="utf-8")

@@ -31,8 +31,9 @@ def _still(weights, samples, BA: tl.constexpr):
 
 @triton.jit
 def _linear(
-    x, weight, bias, out, active, samples, outputs, inputs, x_row, weight_row, bias_row, active_row,
-    SKIP: tl.constexpr, BA: tl.constexpr, RELU: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr,
+    x, weight, bias, out, active, samples, x_row, weight_row, bias_row, active_row,
+    OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, SKIP: tl.constexpr, BA: tl.constexpr,
+    RELU: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
@@ -42,22 +43,22 @@ def _linear(
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     m = tl.program_id(2) * BM + tl.arange(0, BM)
     total = tl.zeros((BM, BN), dtype=tl.float32)
-    for start in range(0, inputs, BK):
+    for start in range(0, INPUTS, BK):
         k = start + tl.arange(0, BK)
-        inside = k[None, :] < inputs
-        a = tl.load(x + row * x_row + m[:, None] * inputs + k[None, :], mask=(m[:, None] < samples) & inside, other=0.0)
+        inside = k[None, :] < INPUTS
+        a = tl.load(x + row * x_row + m[:, None] * INPUTS + k[None, :], mask=(m[:, None] < samples) & inside, other=0.0)
         b = tl.load(
-            weight + row * weight_row + n[:, None] * inputs + k[None, :],
-            mask=(n[:, None] < outputs) & inside,
+            weight + row * weight_row + n[:, None] * INPUTS + k[None, :],
+            mask=(n[:, None] < OUTPUTS) & inside,
             other=0.0,
         )
         total = tl.dot(a, tl.trans(b), total, input_precision=PRECISION)
     if BIASED:
-        total += tl.load(bias + row * bias_row + n, mask=n < outputs, other=0.0)[None, :]
+        total += tl.load(bias + row * bias_row + n, mask=n < OUTPUTS, other=0.0)[None, :]
     if RELU:
         total = tl.maximum(total, 0.0)
-    here = out + row * samples * outputs + m[:, None] * outputs + n[None, :]
-    tl.store(here, total, mask=(m[:, None] < samples) & (n[None, :] < outputs))
+    here = out + row * samples * OUTPUTS + m[:, None] * OUTPUTS + n[None, :]
+    tl.store(here, total, mask=(m[:, None] < samples) & (n[None, :] < OUTPUTS))
 
 
 @triton.jit
@@ -80,8 +81,9 @@ def _error(
 
 @triton.jit
 def _linear_back(
-    error, x, weight, bias, weight_out, bias_out, below, active, samples, outputs, inputs,
-    x_row, weight_row, bias_row, weight_out_row, bias_out_row, active_row, SKIP: tl.constexpr, BA: tl.constexpr,
+    error, x, weight, bias, weight_out, bias_out, below, active, samples,
+    x_row, weight_row, bias_row, weight_out_row, bias_out_row, active_row,
+    OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, SKIP: tl.constexpr, BA: tl.constexpr,
     BIASED: tl.constexpr, BELOW: tl.constexpr, GATED: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
@@ -91,32 +93,32 @@ def _linear_back(
             return
     k = tl.program_id(0) * BK + tl.arange(0, BK)
     m = tl.arange(0, BM)
-    real = (m[:, None] < samples) & (k[None, :] < inputs)
-    a = tl.load(x + row * x_row + m[:, None] * inputs + k[None, :], mask=real, other=0.0)
+    real = (m[:, None] < samples) & (k[None, :] < INPUTS)
+    a = tl.load(x + row * x_row + m[:, None] * INPUTS + k[None, :], mask=real, other=0.0)
     down = tl.zeros((BM, BK), dtype=tl.float32)
-    for start in range(0, outputs, BN):
+    for start in range(0, OUTPUTS, BN):
         n = start + tl.arange(0, BN)
-        here = error + row * samples * outputs + m[:, None] * outputs + n[None, :]
-        e = tl.load(here, mask=(m[:, None] < samples) & (n[None, :] < outputs), other=0.0)
-        inside = (n[:, None] < outputs) & (k[None, :] < inputs)
+        here = error + row * samples * OUTPUTS + m[:, None] * OUTPUTS + n[None, :]
+        inside = (n[:, None] < OUTPUTS) & (k[None, :] < INPUTS)
+        if BELOW or STEP:  # asked for first, so that the product below does not wait for it
+            w = tl.load(weight + row * weight_row + n[:, None] * INPUTS + k[None, :], mask=inside, other=0.0)
+        e = tl.load(here, mask=(m[:, None] < samples) & (n[None, :] < OUTPUTS), other=0.0)
         change = tl.dot(tl.trans(e), a, input_precision=PRECISION)
-        if BELOW or STEP:
-            w = tl.load(weight + row * weight_row + n[:, None] * inputs + k[None, :], mask=inside, other=0.0)
-            if BELOW:
-                down = tl.dot(e, w, down, input_precision=PRECISION)
-            if STEP:
-                change = w - change
-        tl.store(weight_out + row * weight_out_row + n[:, None] * inputs + k[None, :], change, mask=inside)
+        if BELOW:
+            down = tl.dot(e, w, down, input_precision=PRECISION)
+        if STEP:
+            change = w - change
+        tl.store(weight_out + row * weight_out_row + n[:, None] * INPUTS + k[None, :], change, mask=inside)
         if BIASED:
             if tl.program_id(0) == 0:
                 summed = tl.sum(e, axis=0)
                 if STEP:
-                    summed = tl.load(bias + row * bias_row + n, mask=n < outputs, other=0.0) - summed
-                tl.store(bias_out + row * bias_out_row + n, summed, mask=n < outputs)
+                    summed = tl.load(bias + row * bias_row + n, mask=n < OUTPUTS, other=0.0) - summed
+                tl.store(bias_out + row * bias_out_row + n, summed, mask=n < OUTPUTS)
     if BELOW:
         if GATED:
             down = tl.where(a > 0.0, down, 0.0)
-        tl.store(below + row * samples * inputs + m[:, None] * inputs + k[None, :], down, mask=real)
+        tl.store(below + row * samples * INPUTS + m[:, None] * INPUTS + k[None, :], down, mask=real)
 
 
 @triton.jit
@@ -269,8 +271,9 @@ def linear(
     bn = 16 if rows * outputs * (samples // bm + 1) <= 16 * 264 else _fit(outputs, 64)
     grid = (triton.cdiv(outputs, bn), rows, triton.cdiv(samples, bm))
     _linear[grid](
-        x, weight, weight if bias is None else bias, out, moving, samples, outputs, inputs,
-        x.stride(0), weight.stride(0), 0 if bias is None else bias.stride(0), moving_row, **skip,
+        x, weight, weight if bias is None else bias, out, moving, samples,
+        x.stride(0), weight.stride(0), 0 if bias is None else bias.stride(0), moving_row,
+        OUTPUTS=outputs, INPUTS=inputs, **skip,
         RELU=relu, BIASED=bias is not None, PRECISION=precision, BM=bm, BN=bn, BK=64, num_warps=8, num_stages=3,
     )  # fmt: skip
     return out
@@ -309,9 +312,10 @@ def linear_back(
     bk = 32 if rows * inputs <= 32 * 264 else 64
     _linear_back[(triton.cdiv(inputs, bk), rows)](
         error, x, weight, weight if bias is None else bias, weight_out, weight_out if bias_out is None else bias_out,
-        x if down is None else down, moving, samples, outputs, inputs,
+        x if down is None else down, moving, samples,
         x.stride(0), weight.stride(0), 0 if bias is None else bias.stride(0),
-        weight_out.stride(0), 0 if bias_out is None else bias_out.stride(0), moving_row, **skip,
+        weight_out.stride(0), 0 if bias_out is None else bias_out.stride(0), moving_row,
+        OUTPUTS=outputs, INPUTS=inputs, **skip,
         BIASED=bias is not None, BELOW=below, GATED=gated, STEP=step, PRECISION=precision,
         BM=_fit(samples), BN=_fit(outputs, 64), BK=bk, num_warps=8, num_stages=2,
     )  # fmt: skip

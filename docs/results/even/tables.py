@@ -19,7 +19,7 @@ PARTS = {
 
 def table(file: str, row: str, columns: dict[str, str]) -> None:
     """A line a row and a column a part, "mean / worst 10%"; the mean over the seeds, for one part its spread too."""
-    with (HERE / file).open(newline="") as lines:
+    with (HERE / file).open(newline="", encoding="utf-8") as lines:
         runs = list(csv.DictReader(lines))
     found: dict[tuple[str, str], list[dict[str, str]]] = defaultdict(list)
     for run in runs:
@@ -30,6 +30,9 @@ def table(file: str, row: str, columns: dict[str, str]) -> None:
         cells = []
         for part in parts:
             means = [[100 * float(run[column]) for run in found[name, part]] for column in columns]
+            if not found[name, part]:
+                cells.append("-")
+                continue
             cells.append(" / ".join(f"{mean(values):.1f} ± {stdev(values):.1f}" for values in means))
         print(f"| {name} | {' | '.join(cells)} |")
     print()
@@ -38,3 +41,4 @@ def table(file: str, row: str, columns: dict[str, str]) -> None:
 if __name__ == "__main__":
     table("trial.csv", "setting", {"late_mean": "mean", "late_worst:10": "worst 10%"})
     table("first_form.csv", "row", {"mean": "mean", "worst:10": "worst 10%"})
+    table("../even-ablation/results.csv", "row", {"mean": "mean", "worst:10": "worst 10%"})
