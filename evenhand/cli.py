@@ -549,6 +549,7 @@ def reproduce(
         int | None, typer.Option(metavar="N", help="Runs that train as one program; fewer need less memory.")
     ] = None,
     jobs: Annotated[int, typer.Option(metavar="N", help="Programs at the same time, a process each.")] = 1,
+    stored: Annotated[bool, typer.Option("--stored", help="Run nothing: the page of what the CSV holds.")] = False,
     out: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="For the CSV and the page [runs/reproduce-NAME].")
     ] = None,
@@ -583,6 +584,7 @@ def reproduce(
                 device=device,
                 together=together,
                 jobs=jobs,
+                stored=stored,
                 out=folder,
                 progress=show,
             )

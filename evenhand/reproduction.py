@@ -49,6 +49,7 @@ WITHIN = 2.0  # spreads
 FAR = 99  # spreads beyond which the exact number says no more
 CONFIDENCE = 0.95
 HOLDS, FAILS, UNTOLD = "holds", "does not hold", "cannot be told"
+NOT_YET = "not run yet"
 PLURAL = {HOLDS: "hold", FAILS: "do not hold", UNTOLD: UNTOLD}
 QUIRKS = ("both", "on", "off")
 
@@ -134,6 +135,7 @@ class Reproduction:
     found: int = 0  # were there already
     seconds: float = 0.0
     device: str = ""
+    missing: int = 0  # cells that were asked for and are not there, where nothing is run
 
     # ---- numbers
 
@@ -205,6 +207,8 @@ class Reproduction:
             said.append(f"{len(self.rows)} of {len(self.recipe.rows)} rows")
         if self.only_parts:
             said.append(f"{len(self.only_parts)} of {len(self.recipe.parts)} parts")
+        if self.missing:
+            said.append(f"{self.missing} of {self.missing + len(self.tasks)} rows, counted in every part, not run yet")
         if self.changes:
             said.append(f"changed: {listed(self.changes)}")
         return said
@@ -285,7 +289,11 @@ class Reproduction:
                 lines.append([name, "ours", f"not available: {row.unavailable}", *blank])
                 continue
             for quirks in self.variants if part in self.parts() else ():
-                task = self.tasks[part.name, row.name, quirks]
+                task = self.tasks.get((part.name, row.name, quirks))
+                if task is None:
+                    lines.append([name, self.variant(quirks), NOT_YET, *blank])
+                    name = ""
+                    continue
                 ends = [self.results[task.digest, seed].diverged for seed in self.seeds]
                 cells = [
                     self.cell(part, row, column, quirks).ours(not self.shortened) for column in self.recipe.columns
@@ -349,7 +357,7 @@ class Reproduction:
             said += f"; {self.found} were there already; all cells together took {_duration(spent)}"
         ran = [self.results[task.digest, seed].machine for task in self.tasks.values() for seed in self.seeds]
         counts = Counter(machine or "a machine that was not written down" for machine in ran)
-        if len(counts) > 1:
+        if len(counts) > 1 or (counts and not self.ran):
             said += "; cells run on " + " and ".join(f"{machine} ({count})" for machine, count in counts.most_common())
         return said + "."
 
@@ -358,10 +366,12 @@ class Reproduction:
         lines = [f"{self.recipe.paper}: {self.recipe.title}", ""]
         lines += [self._scale_words(), ""] if self.scaled_down() else []
         for part in self.recipe.parts:
+            if self.only_parts and part.name not in self.only_parts:
+                continue
             lines += [part.name] if part.name else []
             if part.unavailable:
                 lines += [f"not available: {part.unavailable}"]
-            if part in self.parts() or (part.unavailable and not self.only_parts):
+            if part in self.parts() or part.unavailable:
                 lines += [_clipped_table(self.table(part)), ""]
         lines += [self._legend(), ""]
         for quirks in self.variants:
@@ -444,9 +454,8 @@ def _line(cells: Sequence[str]) -> str:
 
 def _clipped_table(lines: list[list[str]]) -> str:
     """As text; a sentence in the place of numbers does not widen their column."""
-    shown = [
-        line if not line[2].startswith(("not available", "diverged")) else [*line[:2], "", *line[3:]] for line in lines
-    ]
+    sentences = ("not available", "diverged", NOT_YET)
+    shown = [[*line[:2], "", *line[3:]] if line[2].startswith(sentences) else line for line in lines]
     text = text_table(shown).splitlines()
     return "\n".join(
         f"{written.rstrip()}  {line[2]}" if line is not kept else written
@@ -476,6 +485,7 @@ def reproduce(
     out: str | Path | None = None,
     together: int | None = None,
     jobs: int = 1,
+    stored: bool = False,
     settings: Settings | None = None,
     progress: Progress | None = None,
 ) -> Reproduction:
@@ -492,6 +502,7 @@ def reproduce(
         out: a folder for the CSV, the page and the figure; a row and seed that its CSV holds already is not run again.
         together: how many runs train as one program at most; less takes less memory.
         jobs: programs that run at the same time, each in a process of its own: worth it on a GPU beside many cores.
+        stored: run nothing; the page of what the folder's CSV holds.
         settings: other changes of the experiment, for every row.
         progress: called after every round.
     """
@@ -517,13 +528,20 @@ def reproduce(
     runner = Runner(recipe, found.folder, together or recipe.together, jobs, progress)
     started = perf_counter()
     trials = [task for task in _tasks(found, more, "trial") if len(task.row.tries()) > 1]
-    if trials:
+    if trials and not stored:
         assert recipe.choose is not None
         runner.run(trials, recipe.choose.seeds)
-    found.tasks = {
-        (task.part.name, task.row.name, task.quirks): task for task in _final(found, more, trials, runner.results)
+    undecided = {
+        task.cell for task in trials if recipe.choose is not None and not runner.holds(task, recipe.choose.seeds)
     }
-    runner.run(list(found.tasks.values()), chosen_seeds)
+    tried = [task for task in trials if task.cell not in undecided]
+    final = {task.cell: task for task in _final(found, more, tried, runner.results) if task.cell not in undecided}
+    found.tasks = {cell: task for cell, task in final.items() if not stored or runner.holds(task, chosen_seeds)}
+    found.missing = len(undecided) + len(final) - len(found.tasks)
+    if stored:
+        runner.found = len(found.tasks) * len(chosen_seeds)
+    else:
+        runner.run(list(found.tasks.values()), chosen_seeds)
     found.results, found.ran, found.found = runner.results, runner.ran, runner.found
     found.seconds = perf_counter() - started
     found.device = machine_of(next(iter(found.tasks.values())).experiment) if found.tasks else "-"
@@ -591,12 +609,11 @@ def _final(
     choose = found.recipe.choose
     for task in trials:
         assert choose is not None
-        key = (task.part.name, task.row.name, task.quirks)
+        key = task.cell
         judged = Judgement.read(task.row.by or choose.by)
         score = float(np.mean([judged.score(results[task.digest, seed].measures) for seed in choose.seeds]))
         if key not in best_of or score > best_of[key][0]:
             best_of[key] = (score, task.tried)
     for task in _tasks(found, more, "final"):
-        key = (task.part.name, task.row.name, task.quirks)
-        if key not in best_of or best_of[key][1] == task.tried:
+        if task.cell not in best_of or best_of[task.cell][1] == task.tried:
             yield task

@@ -70,6 +70,10 @@ class Task:
         return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
     @property
+    def cell(self) -> tuple[str, str, bool]:
+        return self.part.name, self.row.name, self.quirks
+
+    @property
     def setting(self) -> str:
         return ", ".join(filter(None, (self.row.method, listed(self.tried))))
 
@@ -240,6 +244,11 @@ class Runner:
             with writing(self.folder):
                 self.folder.mkdir(parents=True, exist_ok=True)
             self._read(self.folder / CSV)
+
+    def holds(self, task: Task, seeds: Sequence[int]) -> bool:
+        """Whether the CSV has all of it."""
+        digest = task.digest
+        return all((digest, seed) in self.results for seed in seeds)
 
     def run(self, tasks: Sequence[Task], seeds: Sequence[int]) -> None:
         known = {(task.digest, seed) for task in tasks for seed in seeds} & set(self.results)

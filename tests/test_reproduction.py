@@ -258,6 +258,32 @@ def test_a_table_is_run_and_not_run_again(tiny, tmp_path):
     assert [cell.mean for _, _, cell in third.cells(False)] == [cell.mean for _, _, cell in first.cells(False)]
 
 
+def test_the_page_of_what_is_there_runs_nothing(tiny, tmp_path):
+    out = tmp_path / "out"
+    nothing = reproduce(tiny, out=out, stored=True)
+    assert (nothing.ran, nothing.found, nothing.missing) == (0, 0, 4)
+    assert not (out / "results.csv").exists()
+    whole = reproduce(tiny, out=out)
+    lines = (out / "results.csv").read_text().splitlines()
+    trial = next(line for line in lines if "q-FFL,trial,on" in line)
+    last = next(line for line in reversed(lines) if "FedAvg,final,off" in line)
+    (out / "results.csv").write_text("\n".join(line for line in lines if line not in (trial, last)) + "\n")
+    found = reproduce(tiny, out=out, stored=True)
+    assert (found.ran, found.missing) == (0, 2)
+    assert len(lines_of(out)) == 14
+    page = (out / "results.md").read_text()
+    assert "2 of 4 rows, counted in every part, not run yet" in page
+    for table in (page, str(found)):
+        assert table.count("not run yet") == 3
+    assert found.tasks.keys() == {("", "FedAvg", True), ("", "q-FFL", False)}
+    there = [cell.mean for _, row, cell in whole.cells(True) if row.name == "FedAvg"]
+    assert [cell.mean for _, row, cell in found.cells(True) if row.name == "FedAvg"] == there
+    assert [entry.verdict for entry in found.judged(True)] == ["cannot be told"]
+    again = reproduce(tiny, out=out)
+    assert again.ran == 2
+    assert again.missing == 0
+
+
 def test_several_processes_find_the_same(tiny, tmp_path):
     alone, beside = reproduce(tiny), reproduce(tiny, jobs=2, out=tmp_path)
     assert alone.results.keys() == beside.results.keys()
@@ -471,6 +497,7 @@ def test_parts_are_run_one_by_one(tiny, tmp_path):
     found = reproduce(tiny, only=["FedAvg"], parts=["her"], quirks="off")
     assert found.scaled_down() == ["1 of 3 rows", "1 of 2 parts"]
     assert "There" not in found.markdown().split("## How")[0]
+    assert "There" not in str(found)
     with pytest.raises(eh.EvenhandError, match="has no part 'Nowhere'"):
         reproduce(tiny, parts=["Nowhere"])
 
