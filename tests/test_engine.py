@@ -14,9 +14,9 @@ from torch.func import functional_call
 
 from evenhand.checks import EvenhandError
 from evenhand.engine import worker
-from evenhand.engine.batches import Batches, Cohort, join, packed, plan, plan_together, plans_apart
+from evenhand.engine.batches import Batches, Cohort, join, packed, plan, plan_together
 from evenhand.engine.choice import choose_program
-from evenhand.engine.graphs import Replayed
+from evenhand.engine.graphs import Captured, Replayed
 from evenhand.engine.programs import Batched, FeedForward, Sequential
 from evenhand.engine.sampling import Sampling
 from evenhand.engine.training import Columns, Local, LocalWork, Shape
@@ -219,11 +219,36 @@ def test_plans_made_together_are_those_made_one_by_one(batch_size, epochs):
         np.testing.assert_array_equal(getattr(together, name), getattr(expected, name))
     moving = [one.weights[:, : one.steps].any(axis=2).all() for one in (together, *alone)]
     assert [Batches.of(one, torch.device("cpu")).steady for one in (together, *alone)] == moving
-    apart = plans_apart([[one] for one in cohorts()], batch_size)
-    for found, one in zip(apart, alone, strict=True):
-        assert found.steps == one.steps
-        for name in ("indices", "weights", "shares"):
-            np.testing.assert_array_equal(getattr(found, name), getattr(one, name))
+
+
+def test_batches_share_what_is_the_same_in_the_last_round():
+    rng, device = np.random.default_rng(0), torch.device("cpu")
+
+    def made(*sizes):
+        samples = [rng.integers(0, 1000, size) for size in sizes]
+        return plan(samples, epochs=np.ones(len(sizes)), batch_size=4, rng=rng)
+
+    first, alike, other = made(8, 10), made(8, 10), made(10, 8)
+    last = first, Batches.of(first, device)
+    found = Batches.of(alike, device, last)
+    assert found.weights is last[1].weights
+    assert found.shares is last[1].shares
+    np.testing.assert_array_equal(found.indices.numpy(), alike.indices)
+    changed = Batches.of(other, device, last)
+    for name in ("indices", "weights", "shares"):
+        np.testing.assert_array_equal(getattr(changed, name).numpy(), getattr(other, name))
+
+
+def test_a_graph_is_given_again_only_what_has_changed():
+    kept = Captured(None, {"x": torch.zeros(3)}, ())
+    given = torch.ones(3)
+    assert kept.takes("x", given)
+    assert not kept.takes("x", given)
+    given += 1.0
+    assert kept.takes("x", given)
+    assert kept.takes("x", torch.ones(3))
+    assert kept.takes("x", given)
+    assert not kept.takes("x", kept.inputs["x"])
 
 
 def test_tensors_of_several_kinds_travel_in_one_piece():

@@ -807,7 +807,7 @@ def test_fairfed_goes_by_accuracy_where_nobody_can_be_compared():
     sizes = told.replicas[0].partition.train.sizes
     start = simulation_of("fairfed", data)
     right = start.local.survey(
-        start.replicas[0].model.unsqueeze(0), start._prepare(0, start.replicas).pieces[0], torch.ones(3, 1)
+        start.replicas[0].model.unsqueeze(0), start.preparation.round(0, start.replicas).pieces[0], torch.ones(3, 1)
     )
     hits = right[..., 3:].reshape(3, -1, 2, 2)
     accuracies = np.einsum("kgyy->k", hits.numpy()) / sizes

@@ -8,9 +8,9 @@ epoch is always there in full, so that every client's loss at the received model
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,11 +20,11 @@ from torch.nn import functional
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Floats32 = np.ndarray[Any, np.dtype[np.float32]]
-Name = TypeVar("Name", bound=Hashable)
 
 
 OPTIONAL = ("labels", "partners", "blend")
 ARRAYS = ("indices", "weights", "shares", *OPTIONAL)
+SHARED = ("weights", "shares")  # the same in every round where all clients have as much data
 ALIGNED = 256  # bytes: where the pieces of a transfer begin
 
 
@@ -95,31 +95,6 @@ def plan_together(cohorts: Sequence[Cohort], batch_size: int | None) -> Plan:
         row, column = np.nonzero((step < per_epoch[:, None]) & (here < steps_of[:, None]))
         weights[row, here[row, column]] = weight[row, column]
     return Plan(indices, weights, shares, steps)
-
-
-def plans_apart(rounds: Sequence[Sequence[Cohort]], batch_size: int | None) -> list[Plan]:
-    """What `plan_together` makes of each of several rounds' cohorts, made at once."""
-    whole = plan_together([cohort for cohorts in rounds for cohort in cohorts], batch_size)
-    if len(rounds) == 1:
-        return [whole]
-    plans, start = [], 0
-    for cohorts in rounds:
-        sizes = np.array([len(own) for cohort in cohorts for own in cohort.samples], dtype=np.int64)
-        rows, batch = slice(start, start + len(sizes)), _batch(sizes, batch_size)
-        per_epoch = -(-sizes // batch)
-        longest, taken = int(per_epoch.max(initial=0)), whole.weights[rows, :, 0].any(axis=0)  # padding comes last
-        steps = int(np.flatnonzero(taken).max(initial=-1)) + 1
-        length = max(steps, longest)
-        plans.append(
-            Plan(
-                whole.indices[rows, :length, :batch],
-                whole.weights[rows, :length, :batch],
-                whole.shares[rows, :longest, :batch],
-                steps,
-            )
-        )
-        start = rows.stop
-    return plans
 
 
 def _batch(sizes: Indices, batch_size: int | None) -> int:
@@ -217,30 +192,17 @@ class Batches:
     blend: Tensor | None = None
 
     @classmethod
-    def of(cls, steps: Plan, device: torch.device) -> Batches:
-        return cls.several([steps], device)[0]
-
-    @classmethod
-    def several(cls, plans: Sequence[Plan], device: torch.device) -> list[Batches]:
-        """Several plans' in one transfer."""
-        named = {
-            (number, name): getattr(steps, name)
-            for number, steps in enumerate(plans)
-            for name in ARRAYS
-            if getattr(steps, name) is not None
-        }
-        found: list[dict[str, Any]] = [{} for _ in plans]
-        for (number, name), tensor in _sent(named, device).items():
-            found[number][name] = tensor
-        return [
-            cls(
-                **tensors,
-                steps=steps.steps,
-                steady=bool((steps.weights[:, : steps.steps, 0] > 0).all()),  # a batch's padding comes last
-                whole=steps.shares.shape[1] == 1,
-            )
-            for steps, tensors in zip(plans, found, strict=True)
-        ]
+    def of(cls, steps: Plan, device: torch.device, last: tuple[Plan, Batches] | None = None) -> Batches:
+        """last: another plan and its batches, which share what is the same in both."""
+        named = {name: getattr(steps, name) for name in ARRAYS}
+        known = {} if last is None else {name: getattr(last[1], name) for name in SHARED if _same(name, steps, last[0])}
+        return cls(
+            **known,
+            **_sent({name: array for name, array in named.items() if array is not None and name not in known}, device),
+            steps=steps.steps,
+            steady=bool((steps.weights[:, : steps.steps, 0] > 0).all()),  # a batch's padding comes last
+            whole=steps.shares.shape[1] == 1,
+        )
 
     def tensors(self) -> dict[str, Tensor]:
         found = {"indices": self.indices, "weights": self.weights, "shares": self.shares}
@@ -262,19 +224,23 @@ class Batches:
         return replace(self, **chosen)
 
 
-def _sent(arrays: dict[Name, np.ndarray[Any, Any]], device: torch.device) -> dict[Name, Tensor]:
+def _same(name: str, one: Plan, other: Plan) -> bool:
+    return np.array_equal(getattr(one, name), getattr(other, name))
+
+
+def _sent(arrays: dict[str, np.ndarray[Any, Any]], device: torch.device) -> dict[str, Any]:
     """Arrays on the device; to another one than the CPU all at once, without waiting for what it is doing."""
     found = {name: torch.from_numpy(array) for name, array in arrays.items()}
     return found if device.type == "cpu" else packed(found, device)
 
 
-def packed(tensors: dict[Name, Tensor], device: torch.device) -> dict[Name, Tensor]:
+def packed(tensors: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     """Tensors on another device in one transfer: pieces of one buffer there."""
     sizes = [-(-tensor.nbytes // ALIGNED) * ALIGNED for tensor in tensors.values()]
     starts = np.cumsum([0, *sizes]).tolist()
     buffer = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
 
-    def pieces(buffer: Tensor) -> dict[Name, Tensor]:
+    def pieces(buffer: Tensor) -> dict[str, Tensor]:
         return {
             name: buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             for (name, tensor), start in zip(tensors.items(), starts, strict=False)

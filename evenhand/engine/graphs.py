@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -19,6 +20,15 @@ class Captured:
     graph: Any
     inputs: dict[str, Tensor]
     outputs: tuple[Tensor, ...]
+    copied: dict[str, tuple[ref[Tensor], int]] = field(default_factory=dict)  # what the inputs hold, as it was then
+
+    def takes(self, name: str, given: Tensor) -> bool:
+        """Whether a tensor has to be copied to where the graph reads it; remembers that it was."""
+        before = self.copied.get(name)
+        if given is self.inputs[name] or (before is not None and before[0]() is given and before[1] == given._version):
+            return False
+        self.copied[name] = ref(given), given._version
+        return True
 
 
 class Replayed:
@@ -47,8 +57,9 @@ class Replayed:
                 return work(**inputs)
             self.captured[key] = self._capture(work, inputs)
         kept = self.captured[key]
-        new = [(kept.inputs[name], given) for name, given in inputs.items() if given is not kept.inputs[name]]
-        torch._foreach_copy_([held for held, _ in new], [given for _, given in new], non_blocking=True)
+        new = [(kept.inputs[name], given) for name, given in inputs.items() if kept.takes(name, given)]
+        if new:
+            torch._foreach_copy_([held for held, _ in new], [given for _, given in new], non_blocking=True)
         kept.graph.replay()
         return kept.outputs
 

@@ -1,9 +1,8 @@
-"""A round before it begins: who takes part, and on which samples; on a GPU several rounds at once, beside its work."""
+"""A round before it begins: who takes part, and on which samples."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -21,7 +20,6 @@ from evenhand.engine.batches import (
     join,
     mixed,
     plan_together,
-    plans_apart,
     relabelled,
 )
 from evenhand.engine.rounds import Ready, Replica, Settings
@@ -29,8 +27,6 @@ from evenhand.engine.wishes import mixup_of, sees_one_batch
 from evenhand.streams import stream
 
 UNIT = 8  # of clients with different numbers of steps rounds have a multiple of so many, and so fewer shapes
-AHEAD = 16  # rounds that are prepared at once where a GPU waits for them
-ROOM = 2**22  # and how many samples' places they may have in all
 
 
 @dataclass(frozen=True)
@@ -55,15 +51,6 @@ class Cast:
         )
 
 
-@dataclass(frozen=True)
-class Drawn:
-    """Some rounds' people and plans, before they are on the device."""
-
-    indices: Sequence[int]
-    casts: list[Cast]
-    plans: list[Plan]
-
-
 class Preparation:
     """Says of a round, before it begins, all that follows from its number and the seeds."""
 
@@ -73,9 +60,7 @@ class Preparation:
         self.even_steps = False  # whether rounds are filled up to a multiple of UNIT steps
         self.noisy = any(replica.labels is not None for replica in replicas)
         self.mixing = any(mixup_of(replica.method) > 0.0 for replica in replicas)
-        self._stock: dict[int, Ready] = {}
-        self._aside: tuple[int, Future[Drawn]] | None = None  # the rounds after those, and the first of their numbers
-        self._helper: ThreadPoolExecutor | None = None
+        self._last: tuple[Plan, Batches] | None = None
         self._owners: tuple[tuple[int, ...], Tensor] | None = None
         self._shared: tuple[Indices, Tensor] | None = None
 
@@ -86,57 +71,15 @@ class Preparation:
         steps = {int(count) for replica in self.replicas for count in np.unique(replica.trained.sizes) if count}
         return size is not None and len({-(-count // size) for count in steps}) > 1
 
-    def one(self, index: int, replicas: list[Replica]) -> Ready:
-        """A round of some replicas."""
-        return self._placed(self._drawn([index], replicas), replicas)[0]
-
-    def next(self, index: int) -> Ready:
-        """A round of all replicas.
-
-        The rounds after it are prepared with it and wait for their turn, and while they do a thread draws those that
-        follow: numpy lets go of the interpreter while it draws and sorts.
-        """
-        if self.noisy or any(replica.course is not None for replica in self.replicas):
-            return self.one(index, list(self.replicas))
-        if index not in self._stock:
-            self._stock = {ready.round: ready for ready in self._fetched(index)}
-        return self._stock.pop(index)
-
-    def _fetched(self, index: int) -> list[Ready]:
-        """A round and those prepared with it."""
-        replicas, aside = list(self.replicas), self._aside
-        drawn = (
-            aside[1].result() if aside is not None and aside[0] == index else self._drawn(self._from(index), replicas)
-        )
-        ready, following = self._placed(drawn, replicas), self._from(index + len(drawn.indices))
-        self._aside = None
-        if following:
-            if self._helper is None:
-                self._helper = ThreadPoolExecutor(1, "evenhand-rounds")
-            self._aside = following.start, self._helper.submit(self._drawn, following, replicas)
-        return ready
-
-    def _from(self, index: int) -> range:
-        return range(index, min(index + self._at_once, self.settings.rounds))
-
-    @cached_property
-    def _at_once(self) -> int:
-        sizes = [int(replica.trained.sizes.max(initial=1)) for replica in self.replicas]
-        clients = [self.settings.sampling.count(len(replica.trained)) for replica in self.replicas]
-        places = max(1, self.settings.work.epochs) * sum(map(int.__mul__, sizes, clients))
-        return max(1, min(AHEAD, ROOM // max(1, places)))
-
-    def _drawn(self, indices: Sequence[int], replicas: list[Replica]) -> Drawn:
-        casts = [self._cast(index, replicas) for index in indices]
-        plans = self._plans([list(cast.cohorts.values()) for cast in casts])
-        if self.even_steps and self.uneven:
-            plans = [filled_up(steps, UNIT) if steps.steps > UNIT else steps for steps in plans]
-        return Drawn(indices, casts, plans)
-
-    def _placed(self, drawn: Drawn, replicas: list[Replica]) -> list[Ready]:
-        """The rounds on the device."""
-        batches = Batches.several(drawn.plans, self.device)
-        return [self._ready(*given, replicas) for given in zip(drawn.indices, drawn.casts, batches, strict=True)]
+    def round(self, index: int, replicas: list[Replica]) -> Ready:
+        """A round of some of the replicas."""
+        cast = self._cast(index, replicas)
+        steps = self._plan(list(cast.cohorts.values()))
+        if self.even_steps and self.uneven and steps.steps > UNIT:
+            steps = filled_up(steps, UNIT)
+        every = Batches.of(steps, self.device, self._last)
+        self._last = steps, every
+        return self._ready(index, cast, every, replicas)
 
     def _cast(self, index: int, replicas: list[Replica]) -> Cast:
         sampling, work = self.settings.sampling, self.settings.work
@@ -168,12 +111,11 @@ class Preparation:
         edges = zip(held.offsets[clients].tolist(), held.offsets[clients + 1].tolist(), strict=True)
         return [every[start:stop][:most] for start, stop in edges]
 
-    def _plans(self, rounds: Sequence[Sequence[tuple[Replica, Cohort]]]) -> list[Plan]:
+    def _plan(self, cohorts: Sequence[tuple[Replica, Cohort]]) -> Plan:
         """All local steps; with the labels as the clients have them, where anybody's are not the data set's."""
-        size = self.settings.work.batch_size
         if not self.noisy:
-            return plans_apart([[cohort for _, cohort in cohorts] for cohorts in rounds], size)
-        return [join([self._relabelled(replica, cohort) for replica, cohort in cohorts]) for cohorts in rounds]
+            return plan_together([cohort for _, cohort in cohorts], self.settings.work.batch_size)
+        return join([self._relabelled(replica, cohort) for replica, cohort in cohorts])
 
     def _relabelled(self, replica: Replica, cohort: Cohort) -> Plan:
         held, labels = replica.trained, replica.labels

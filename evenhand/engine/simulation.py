@@ -164,7 +164,7 @@ class Simulation:
         if begun is None or not begun.fits(self.round):
             ready = self._ahead
             if ready is None or ready.round != self.round:
-                ready = self._prepare(self.round, replicas)
+                ready = self.preparation.round(self.round, replicas)
             if not len(ready.owner):  # nobody could be reached
                 nobody = {"round": self.round, "asked": [], "lost": [], "note": NOBODY, "seconds": 0.0}
                 for replica in replicas:
@@ -200,7 +200,8 @@ class Simulation:
         ready, told = begun.ready, begun.told
         self._remember(begun.models, begun.updates, ready)
         self._train_personal(begun.models, ready)
-        self._ahead = self._prepare(self.round + 1, ready.replicas) if self._known_ahead(ready.replicas) else None
+        ahead = self._known_ahead(ready.replicas)
+        self._ahead = self.preparation.round(self.round + 1, ready.replicas) if ahead else None
         (losses, right), *products = begun.found.numpy()
         measured = told.measured if told is not None else (losses, right) if begun.measuring else None
         trained = self._after_training(begun.models, begun.updates, ready)
@@ -235,9 +236,6 @@ class Simulation:
     def _models(self, replicas: list[Replica]) -> Tensor:
         models = [replica.model for replica in replicas]
         return models[0].unsqueeze(0) if len(models) == 1 else torch.stack(models)
-
-    def _prepare(self, index: int, replicas: list[Replica]) -> Ready:
-        return self.preparation.next(index) if self.together else self.preparation.one(index, replicas)
 
     def _columns(self, ready: Ready, pulls: Sequence[float], told: Told | None = None) -> Columns:
         """What differs from row to row because it differs from replica to replica; kept like the owners."""
