@@ -7,6 +7,8 @@ from collections import defaultdict
 from pathlib import Path
 from statistics import mean, stdev
 
+from scipy.stats import ttest_1samp
+
 HERE = Path(__file__).parent
 PARTS = {
     "CIFAR-10, two shards": "CIFAR-10, batches",
@@ -38,7 +40,22 @@ def table(file: str, row: str, columns: dict[str, str]) -> None:
     print()
 
 
+def differences(file: str, row: str) -> None:
+    """What `row` has more than each other row, over all set-ups and seeds that both have (paired t-test)."""
+    with (HERE / file).open(newline="", encoding="utf-8") as lines:
+        runs = {(run["row"], run["part"], run["seed"]): run for run in csv.DictReader(lines)}
+    print(f"| {row} less | pairs | mean | p | worst 10% | p |\n|---|---|---|---|---|---|")
+    for other in dict.fromkeys(name for name, _, _ in runs if name != row):
+        pairs = [(runs[row, *key], run) for (name, *key), run in runs.items() if name == other and (row, *key) in runs]
+        cells = []
+        for column in ("mean", "worst:10"):
+            more = [100 * (float(a[column]) - float(b[column])) for a, b in pairs]
+            cells.append(f"{mean(more):+.2f} | {ttest_1samp(more, 0.0).pvalue:.4f}")
+        print(f"| {other} | {len(pairs)} | {' | '.join(cells)} |")
+
+
 if __name__ == "__main__":
     table("trial.csv", "setting", {"late_mean": "mean", "late_worst:10": "worst 10%"})
     table("first_form.csv", "row", {"mean": "mean", "worst:10": "worst 10%"})
     table("../even-ablation/results.csv", "row", {"mean": "mean", "worst:10": "worst 10%"})
+    differences("../even-ablation/results.csv", "even")
