@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
 from time import perf_counter
+from typing import Any
 
 import torch
 from machine import provenance
@@ -38,8 +38,9 @@ def measure(name: str, seeds: int, busy: float, rounds: int) -> float:
     measured = torch.rand(2, 10 * seeds, dtype=torch.float64) + 0.1
     until = 0.0  # the device has finished all that it was given
 
-    def train(*_: object, then: Callable[[Tensor], Tensor] | None = None) -> tuple[Tensor, ...]:
+    def train(*given: Any) -> tuple[Tensor, ...]:
         nonlocal until
+        then = given[-1]
         until = max(until, perf_counter()) + busy
         return (updates, measured) if then is None else (updates, measured, then(updates))
 
@@ -48,7 +49,7 @@ def measure(name: str, seeds: int, busy: float, rounds: int) -> float:
         return plainly(self)
 
     plainly = geometry.Awaited.numpy
-    made.worker.round = lambda *given: train(*given[:-1], then=given[-1])  # type: ignore[method-assign, assignment]
+    made.worker.round = train  # type: ignore[method-assign, assignment]  # both for the measurement alone
     geometry.Awaited.numpy = arrived  # type: ignore[method-assign]
     try:
         made.run(until=64)

@@ -97,8 +97,8 @@ def min_norm(gram: Floats, lower: Floats | None = None, upper: Floats | None = N
             slope = gram @ weights
             square = float(weights @ slope)
             noise = 1e-15 * float(norms.max()) * float(weights @ norms)
-            cheapest = _cheapest(slope, low, high) if boxed else float(slope.min())
-            gap = max(0.0, square - cheapest - noise) / max(shortest, square)
+            left = optimality_gap(slope, weights, (low, high) if boxed else None)
+            gap = max(0.0, left - noise) / max(shortest, square)
             if best is None or gap < best.gap:
                 best = MinNorm(weights, square, gap, label)
             if best.gap <= SHARP:
@@ -110,18 +110,19 @@ def min_norm(gram: Floats, lower: Floats | None = None, upper: Floats | None = N
     return best
 
 
-def optimality_gap(gram: Floats, weights: Floats, low: Floats, high: Floats) -> float:
-    """How much the linearised objective could still fall: zero exactly at a minimiser (Frank-Wolfe gap)."""
-    slope = gram @ weights
-    return max(0.0, float(weights @ slope) - _cheapest(slope, low, high))
+def optimality_gap(slope: Floats, weights: Floats, box: tuple[Floats, Floats] | None = None) -> float:
+    """How much the linearised objective could still fall: zero exactly at a minimiser (Frank-Wolfe gap).
 
-
-def _cheapest(slope: Floats, low: Floats, high: Floats) -> float:
-    """The smallest value of a linear function over the weights in a box."""
+    slope: gram @ weights. box: lower and upper bounds; None is the simplex.
+    """
+    if box is None:
+        return max(0.0, float(weights @ slope) - float(slope.min()))
+    low, high = box
     order = np.argsort(slope, kind="stable")
     room = (high - low)[order]
     spent = np.minimum(np.maximum(1.0 - low.sum() - (np.cumsum(room) - room), 0.0), room)
-    return float(low @ slope + spent @ slope[order])
+    cheapest = float(low @ slope + spent @ slope[order])
+    return max(0.0, float(weights @ slope) - cheapest)
 
 
 def submatrix(matrix: Floats, which: np.ndarray[Any, Any]) -> Floats:

@@ -343,7 +343,7 @@ def test_the_gap_bounds_what_is_left_to_gain(rows, seed, width):
     low, high = box(seed, len(rows), width)
     gram = rows @ rows.T
     weights = solvers._inside(np.random.default_rng(seed).dirichlet(np.ones(len(rows))), low, high)
-    gap = optimality_gap(gram, weights, low, high)
+    gap = optimality_gap(gram @ weights, weights, (low, high))
     least = oracles.min_norm_box(rows, low, high)
     gain = weights @ gram @ weights - least @ gram @ least
     unit = np.trace(gram)

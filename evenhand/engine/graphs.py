@@ -24,8 +24,11 @@ class Captured:
 
     def takes(self, name: str, given: Tensor) -> bool:
         """Whether a tensor has to be copied to where the graph reads it; remembers that it was."""
-        before = self.copied.get(name)
-        if given is self.inputs[name] or (before is not None and before[0]() is given and before[1] == given._version):
+        held, before = self.inputs[name], self.copied.get(name)
+        if given is held:
+            return False
+        changed = any(held is out for out in self.outputs)  # by the graph itself
+        if not changed and before is not None and before[0]() is given and before[1] == given._version:
             return False
         self.copied[name] = ref(given), given._version
         return True

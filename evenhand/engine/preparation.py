@@ -24,6 +24,7 @@ from evenhand.engine.batches import (
 )
 from evenhand.engine.rounds import Ready, Replica, Settings
 from evenhand.engine.wishes import mixup_of, sees_one_batch
+from evenhand.engine.worker import Worker
 from evenhand.streams import stream
 
 UNIT = 8  # of clients with different numbers of steps rounds have a multiple of so many, and so fewer shapes
@@ -54,10 +55,9 @@ class Cast:
 class Preparation:
     """Says of a round, before it begins, all that follows from its number and the seeds."""
 
-    def __init__(self, dataset: Dataset, replicas: Sequence[Replica], settings: Settings, device: torch.device) -> None:
-        self.dataset, self.settings, self.device = dataset, settings, device
-        self.replicas = replicas
-        self.even_steps = False  # whether rounds are filled up to a multiple of UNIT steps
+    def __init__(self, dataset: Dataset, replicas: Sequence[Replica], settings: Settings, worker: Worker) -> None:
+        self.dataset, self.settings, self.worker = dataset, settings, worker
+        self.replicas, self.device = replicas, worker.local.inputs.device
         self.noisy = any(replica.labels is not None for replica in replicas)
         self.mixing = any(mixup_of(replica.method) > 0.0 for replica in replicas)
         self._last: tuple[Plan, Batches] | None = None
@@ -75,7 +75,7 @@ class Preparation:
         """A round of some of the replicas."""
         cast = self._cast(index, replicas)
         steps = self._plan(list(cast.cohorts.values()))
-        if self.even_steps and self.uneven and steps.steps > UNIT:
+        if self.worker.replayed is not None and self.uneven and steps.steps > UNIT:
             steps = filled_up(steps, UNIT)
         every = Batches.of(steps, self.device, self._last)
         self._last = steps, every

@@ -93,8 +93,7 @@ class Simulation:
             check_groups(replica.method, dataset, self.cells)
             self._check_layers(replica.method)
             self._set_course(replica)
-        self.preparation = Preparation(dataset, self.replicas, settings, device)
-        self.preparation.even_steps = self.worker.replayed is not None
+        self.preparation = Preparation(dataset, self.replicas, settings, self.worker)
         if len({replica.method.training for replica in self.replicas}) > 1:
             raise EvenhandError("replicas that train together must all be federated, alone or pooled")
 

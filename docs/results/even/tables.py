@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import csv
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, stdev
 
 from scipy.stats import ttest_1samp
+
+from evenhand.recipe import find_recipe
 
 HERE = Path(__file__).parent
 PARTS = {
@@ -19,8 +22,8 @@ PARTS = {
 }
 
 
-def table(file: str, row: str, columns: dict[str, str]) -> None:
-    """A line a row and a column a part, "mean / worst 10%"; the mean over the seeds, for one part its spread too."""
+def table(file: str, row: str, columns: tuple[str, str], order: Sequence[str] = ()) -> None:
+    """A line a row and a column a part, "mean / worst 10%", ± the spread over the seeds; - where nothing was run."""
     with (HERE / file).open(newline="", encoding="utf-8") as lines:
         runs = list(csv.DictReader(lines))
     found: dict[tuple[str, str], list[dict[str, str]]] = defaultdict(list)
@@ -28,13 +31,13 @@ def table(file: str, row: str, columns: dict[str, str]) -> None:
         found[run[row], run["part"]].append(run)
     parts = [part for part in PARTS if any(part == there for _, there in found)]
     print(f"| | {' | '.join(PARTS[part] for part in parts)} |\n|---|{'---|' * len(parts)}")
-    for name in dict.fromkeys(name for name, _ in found):
+    for name in dict.fromkeys([*order, *(name for name, _ in found)]):
         cells = []
         for part in parts:
-            means = [[100 * float(run[column]) for run in found[name, part]] for column in columns]
-            if not found[name, part]:
+            if (name, part) not in found:
                 cells.append("-")
                 continue
+            means = [[100 * float(run[column]) for run in found[name, part]] for column in columns]
             cells.append(" / ".join(f"{mean(values):.1f} ± {stdev(values):.1f}" for values in means))
         print(f"| {name} | {' | '.join(cells)} |")
     print()
@@ -55,7 +58,8 @@ def differences(file: str, row: str) -> None:
 
 
 if __name__ == "__main__":
-    table("trial.csv", "setting", {"late_mean": "mean", "late_worst:10": "worst 10%"})
-    table("first_form.csv", "row", {"mean": "mean", "worst:10": "worst 10%"})
-    table("../even-ablation/results.csv", "row", {"mean": "mean", "worst:10": "worst 10%"})
+    table("trial.csv", "setting", ("late_mean", "late_worst:10"))
+    table("first_form.csv", "row", ("mean", "worst:10"))
+    rows = [entry.name for entry in find_recipe("even/ablation").rows]
+    table("../even-ablation/results.csv", "row", ("mean", "worst:10"), rows)
     differences("../even-ablation/results.csv", "even")
