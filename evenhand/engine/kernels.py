@@ -81,9 +81,8 @@ def _error(
 
 @triton.jit
 def _linear_back(
-    error, x, weight, bias, weight_out, bias_out, below, active, samples,
-    x_row, weight_row, bias_row, weight_out_row, bias_out_row, active_row,
-    OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, SKIP: tl.constexpr, BA: tl.constexpr,
+    error, x, weight, bias, weight_out, bias_out, below, active, samples, outputs, inputs,
+    x_row, weight_row, bias_row, weight_out_row, bias_out_row, active_row, SKIP: tl.constexpr, BA: tl.constexpr,
     BIASED: tl.constexpr, BELOW: tl.constexpr, GATED: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
@@ -93,32 +92,32 @@ def _linear_back(
             return
     k = tl.program_id(0) * BK + tl.arange(0, BK)
     m = tl.arange(0, BM)
-    real = (m[:, None] < samples) & (k[None, :] < INPUTS)
-    a = tl.load(x + row * x_row + m[:, None] * INPUTS + k[None, :], mask=real, other=0.0)
+    real = (m[:, None] < samples) & (k[None, :] < inputs)
+    a = tl.load(x + row * x_row + m[:, None] * inputs + k[None, :], mask=real, other=0.0)
     down = tl.zeros((BM, BK), dtype=tl.float32)
-    for start in range(0, OUTPUTS, BN):
+    for start in range(0, outputs, BN):
         n = start + tl.arange(0, BN)
-        here = error + row * samples * OUTPUTS + m[:, None] * OUTPUTS + n[None, :]
-        inside = (n[:, None] < OUTPUTS) & (k[None, :] < INPUTS)
-        if BELOW or STEP:  # asked for first, so that the product below does not wait for it
-            w = tl.load(weight + row * weight_row + n[:, None] * INPUTS + k[None, :], mask=inside, other=0.0)
-        e = tl.load(here, mask=(m[:, None] < samples) & (n[None, :] < OUTPUTS), other=0.0)
+        here = error + row * samples * outputs + m[:, None] * outputs + n[None, :]
+        inside = (n[:, None] < outputs) & (k[None, :] < inputs)
+        e = tl.load(here, mask=(m[:, None] < samples) & (n[None, :] < outputs), other=0.0)
         change = tl.dot(tl.trans(e), a, input_precision=PRECISION)
-        if BELOW:
-            down = tl.dot(e, w, down, input_precision=PRECISION)
-        if STEP:
-            change = w - change
-        tl.store(weight_out + row * weight_out_row + n[:, None] * INPUTS + k[None, :], change, mask=inside)
+        if BELOW or STEP:
+            w = tl.load(weight + row * weight_row + n[:, None] * inputs + k[None, :], mask=inside, other=0.0)
+            if BELOW:
+                down = tl.dot(e, w, down, input_precision=PRECISION)
+            if STEP:
+                change = w - change
+        tl.store(weight_out + row * weight_out_row + n[:, None] * inputs + k[None, :], change, mask=inside)
         if BIASED:
             if tl.program_id(0) == 0:
                 summed = tl.sum(e, axis=0)
                 if STEP:
-                    summed = tl.load(bias + row * bias_row + n, mask=n < OUTPUTS, other=0.0) - summed
-                tl.store(bias_out + row * bias_out_row + n, summed, mask=n < OUTPUTS)
+                    summed = tl.load(bias + row * bias_row + n, mask=n < outputs, other=0.0) - summed
+                tl.store(bias_out + row * bias_out_row + n, summed, mask=n < outputs)
     if BELOW:
         if GATED:
             down = tl.where(a > 0.0, down, 0.0)
-        tl.store(below + row * samples * INPUTS + m[:, None] * INPUTS + k[None, :], down, mask=real)
+        tl.store(below + row * samples * inputs + m[:, None] * inputs + k[None, :], down, mask=real)
 
 
 @triton.jit
@@ -274,7 +273,7 @@ def linear(
         x, weight, weight if bias is None else bias, out, moving, samples,
         x.stride(0), weight.stride(0), 0 if bias is None else bias.stride(0), moving_row,
         OUTPUTS=outputs, INPUTS=inputs, **skip,
-        RELU=relu, BIASED=bias is not None, PRECISION=precision, BM=bm, BN=bn, BK=64, num_warps=8, num_stages=3,
+        RELU=relu, BIASED=bias is not None, PRECISION=precision, BM=bm, BN=bn, BK=64, num_warps=4, num_stages=3,
     )  # fmt: skip
     return out
 
@@ -288,6 +287,15 @@ def error(scores: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
         BM=triton.next_power_of_2(samples), BC=triton.next_power_of_2(classes),
     )  # fmt: skip
     return out
+
+
+def _blocks_back(outputs: int, *, few: bool, below: bool) -> dict[str, int]:
+    """Blocks of outputs and inputs; few: smaller ones are needed to keep the whole device busy."""
+    if not below:  # one product instead of two, and nothing to add up: what counts is that loads are under way
+        return {"BN": _fit(outputs) if few else 32, "BK": 32 if few else 64, "num_warps": 4, "num_stages": 1}
+    if outputs <= 16:
+        return {"BN": 16, "BK": 16 if few else 64, "num_warps": 4, "num_stages": 1}
+    return {"BN": _fit(outputs) if few else 64, "BK": 16 if few else 128, "num_warps": 8, "num_stages": 2}
 
 
 def linear_back(
@@ -309,15 +317,13 @@ def linear_back(
     rows, samples, inputs = x.shape
     outputs = weight.shape[1]
     down = x.new_empty(rows, samples, inputs) if below else None
-    bk = 32 if rows * inputs <= 32 * 264 else 64
-    _linear_back[(triton.cdiv(inputs, bk), rows)](
+    blocks = _blocks_back(outputs, few=rows * inputs <= 32 * 264, below=below)
+    _linear_back[(triton.cdiv(inputs, blocks["BK"]), rows)](
         error, x, weight, weight if bias is None else bias, weight_out, weight_out if bias_out is None else bias_out,
-        x if down is None else down, moving, samples,
+        x if down is None else down, moving, samples, outputs, inputs,
         x.stride(0), weight.stride(0), 0 if bias is None else bias.stride(0),
-        weight_out.stride(0), 0 if bias_out is None else bias_out.stride(0), moving_row,
-        OUTPUTS=outputs, INPUTS=inputs, **skip,
-        BIASED=bias is not None, BELOW=below, GATED=gated, STEP=step, PRECISION=precision,
-        BM=_fit(samples), BN=_fit(outputs, 64), BK=bk, num_warps=8, num_stages=2,
+        weight_out.stride(0), 0 if bias_out is None else bias_out.stride(0), moving_row, **skip,
+        BIASED=bias is not None, BELOW=below, GATED=gated, STEP=step, PRECISION=precision, BM=_fit(samples), **blocks,
     )  # fmt: skip
     return down
 
