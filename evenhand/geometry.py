@@ -36,6 +36,7 @@ STRETCH = 512  # columns whose products are summed at once; these sums are added
 PARTIALS = 1 << 20  # bytes of such sums held at once: a cache's worth
 BUFFER = 16 << 20  # bytes of the gather buffer
 SIDE_BY_SIDE = 64 << 20  # bytes of several cohorts' rows copied at once
+STAGED = 64 << 10  # bytes that CUDA takes from any memory at once; more only from pinned memory
 TILE = 256  # rows per tile when only the upper triangle of a large Gram matrix is computed
 TINY, HUGE = 1e-28, 1e34  # squared norms outside this range are not trusted in float32
 
@@ -615,7 +616,9 @@ def to_numpy(found: Sequence[Tensor]) -> list[Floats]:
 def sent(numbers: np.ndarray[Any, Any], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Numbers on a device, without waiting for what it is doing."""
     found = torch.from_numpy(numbers).to(dtype)
-    return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found.to(device)
+    if device.type == "cuda" and found.nbytes > STAGED:
+        found = found.pin_memory()
+    return found.to(device, non_blocking=True)
 
 
 class Awaited:

@@ -133,7 +133,7 @@ def test_the_fused_program_gives_autograds_gradients(name, shape, options, sampl
     inputs, weights = drawn(3, samples, *shape), torch.full((3, samples), 1.0 / samples, device=DEVICE)
     targets = torch.arange(3 * samples, device=DEVICE).view(3, samples) % 10
     expected, said = Batched(module).gradients(layout.views(rows.double()), inputs.double(), targets, weights.double())
-    for precision, tolerance in (("float32", 2e-3), ("tf32", 5e-2)):
+    for precision, tolerance in (("float32", 2e-3), ("tf32", 1e-1)):
         program = Fused(module, DEVICE, precision)
         with arithmetic(precision):
             found, scores = program.gradients(layout.views(rows), inputs, targets, weights)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -66,35 +67,71 @@ def plan_together(cohorts: Sequence[Cohort], batch_size: int | None) -> Plan:
     """Several cohorts' plans one after another, padded to the longest and widest; each is what it would be alone."""
     samples = [own for cohort in cohorts for own in cohort.samples]
     epochs = np.concatenate([cohort.epochs for cohort in cohorts])
-    rows, sizes = len(samples), np.array([len(own) for own in samples], dtype=np.int64)
-    batch = _batch(sizes, batch_size)
-    per_epoch = -(-sizes // batch)
-    steps_of = np.maximum(np.ceil(per_epoch * epochs - 1e-9).astype(np.int64), np.minimum(per_epoch, 1))
-    longest, steps = int(per_epoch.max(initial=0)), int(steps_of.max(initial=0))
-    padded = np.zeros((rows, longest * batch), dtype=np.int64)
-    real = np.arange(longest * batch) < sizes[:, None]
-    padded[real] = np.concatenate(samples) if rows else 0
-    kept = real.reshape(rows, longest, batch)
-    filled = np.clip(sizes[:, None] - batch * np.arange(longest), 1, batch)  # samples in each batch
-    weight = kept * (np.float32(1.0) / filled.astype(np.float32))[:, :, None]
-    shares = kept * (np.float32(1.0) / np.maximum(sizes, 1).astype(np.float32))[:, None, None]
+    sizes = tuple(map(len, samples))
+    frame = _frame(sizes, batch_size)
+    padded = frame.filled(samples)
     if epochs.max(initial=0.0) == 1.0 == epochs.min(initial=1.0):  # nothing to line up
-        order = padded if batch_size is None else _shuffled(padded, real, _keys(cohorts, real.shape, batch_size))
-        return Plan(order.reshape(kept.shape), weight, shares, steps)
-    indices = np.zeros((rows, max(steps, longest), batch), dtype=np.int64)
+        order = padded if batch_size is None else _shuffled(padded, frame, _keys(cohorts, padded.shape, batch_size))
+        return Plan(order.reshape(frame.weights.shape), frame.weights, frame.shares, frame.longest)
+    per_epoch, rows = frame.per_epoch, len(samples)
+    steps_of = np.maximum(np.ceil(per_epoch * epochs - 1e-9).astype(np.int64), np.minimum(per_epoch, 1))
+    steps = int(steps_of.max(initial=0))
+    indices = np.zeros((rows, max(steps, frame.longest), frame.batch), dtype=np.int64)
     weights = np.zeros(indices.shape, dtype=np.float32)
-    step = np.arange(longest)
+    step = np.arange(frame.longest)
     for epoch in range(_rounded_up(epochs)):
         cut = padded
         if batch_size is not None:
-            cut = _shuffled(padded, real, _keys(cohorts, real.shape, batch_size, epoch))
-        cut = cut.reshape(kept.shape)
+            cut = _shuffled(padded, frame, _keys(cohorts, padded.shape, batch_size, epoch))
+        cut = cut.reshape(frame.weights.shape)
         here = step + epoch * per_epoch[:, None]  # a client's epochs follow each other without a gap
         row, column = np.nonzero((step < per_epoch[:, None]) & (here < np.maximum(steps_of, per_epoch)[:, None]))
         indices[row, here[row, column]] = cut[row, column]
         row, column = np.nonzero((step < per_epoch[:, None]) & (here < steps_of[:, None]))
-        weights[row, here[row, column]] = weight[row, column]
-    return Plan(indices, weights, shares, steps)
+        weights[row, here[row, column]] = frame.weights[row, column]
+    return Plan(indices, weights, frame.shares, steps)
+
+
+@dataclass(frozen=True)
+class Frame:
+    """An epoch of clients with so much data, whatever their samples: what rounds of equal clients share."""
+
+    batch: int
+    per_epoch: Indices  # steps of each client
+    real: np.ndarray[Any, np.dtype[np.bool_]] | None  # rows x places: no padding; None where there is none
+    weights: Floats32  # rows x steps x batch
+    shares: Floats32
+
+    @property
+    def longest(self) -> int:
+        return self.weights.shape[1]
+
+    def filled(self, samples: Sequence[Indices]) -> Indices:
+        """The samples side by side (rows x places), padding at the end."""
+        joined = np.concatenate(samples) if samples else np.zeros(0, dtype=np.int64)
+        if self.real is None:
+            return joined.reshape(len(samples), -1)
+        padded = np.zeros(self.real.shape, dtype=np.int64)
+        padded[self.real] = joined
+        return padded
+
+
+@lru_cache(maxsize=4)
+def _frame(counts: tuple[int, ...], batch_size: int | None) -> Frame:
+    sizes = np.array(counts, dtype=np.int64)
+    batch = _batch(sizes, batch_size)
+    per_epoch = -(-sizes // batch)
+    longest = int(per_epoch.max(initial=0))
+    real = np.arange(longest * batch) < sizes[:, None]
+    kept = real.reshape(len(sizes), longest, batch)
+    filled = np.clip(sizes[:, None] - batch * np.arange(longest), 1, batch)  # samples in each batch
+    return Frame(
+        batch,
+        per_epoch,
+        None if real.all() and real.size else real,
+        kept * (np.float32(1.0) / filled.astype(np.float32))[:, :, None],
+        kept * (np.float32(1.0) / np.maximum(sizes, 1).astype(np.float32))[:, None, None],
+    )
 
 
 def _batch(sizes: Indices, batch_size: int | None) -> int:
@@ -110,20 +147,27 @@ def _rounded_up(epochs: Floats) -> int:
 
 def _keys(cohorts: Sequence[Cohort], shape: tuple[int, ...], batch_size: int, epoch: int = 0) -> Floats:
     """Random numbers by which an epoch's samples are sorted; every cohort draws as many as it would alone."""
+    if len(cohorts) == 1:
+        return cohorts[0].rng.random(shape)
     keys, start = np.zeros(shape), 0
     for cohort in cohorts:
-        sizes = np.array([len(own) for own in cohort.samples], dtype=np.int64)
-        batch = _batch(sizes, batch_size)
-        width = -(-int(sizes.max(initial=0)) // batch) * batch
+        rows, most = len(cohort.samples), max(map(len, cohort.samples), default=0)
+        batch = min(batch_size, most or 1)
+        width = -(-most // batch) * batch
         if epoch < _rounded_up(cohort.epochs):
-            keys[start : start + len(sizes), :width] = cohort.rng.random((len(sizes), width))
-        start += len(sizes)
+            if width == shape[1]:
+                cohort.rng.random(out=keys[start : start + rows])
+            else:
+                keys[start : start + rows, :width] = cohort.rng.random((rows, width))
+        start += rows
     return keys
 
 
-def _shuffled(padded: Indices, real: np.ndarray[Any, np.dtype[np.bool_]], keys: Floats) -> Indices:
+def _shuffled(padded: Indices, frame: Frame, keys: Floats) -> Indices:
     """Every row's samples in the order of their keys, padding last."""
-    return np.take_along_axis(padded, np.argsort(np.where(real, keys, 2.0), axis=1), axis=1)
+    order = np.argsort(keys if frame.real is None else np.where(frame.real, keys, 2.0), axis=1)
+    order += np.arange(0, padded.size, padded.shape[1])[:, None] if padded.size else 0
+    return padded.take(order)
 
 
 def relabelled(slots: Plan, samples: Indices, labels: Indices) -> Plan:
@@ -225,7 +269,8 @@ class Batches:
 
 
 def _same(name: str, one: Plan, other: Plan) -> bool:
-    return np.array_equal(getattr(one, name), getattr(other, name))
+    ours, theirs = getattr(one, name), getattr(other, name)
+    return ours is theirs or np.array_equal(ours, theirs)
 
 
 def _sent(arrays: dict[str, np.ndarray[Any, Any]], device: torch.device) -> dict[str, Any]:
@@ -236,6 +281,8 @@ def _sent(arrays: dict[str, np.ndarray[Any, Any]], device: torch.device) -> dict
 
 def packed(tensors: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     """Tensors on another device in one transfer: pieces of one buffer there."""
+    if len(tensors) == 1 and device.type == "cuda":
+        return {name: tensor.pin_memory().to(device, non_blocking=True) for name, tensor in tensors.items()}
     sizes = [-(-tensor.nbytes // ALIGNED) * ALIGNED for tensor in tensors.values()]
     starts = np.cumsum([0, *sizes]).tolist()
     buffer = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
