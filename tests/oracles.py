@@ -528,10 +528,12 @@ def adafed(updates, losses, gamma, length="paper", normalise=False, present=None
     return rescale(direction, np.linalg.norm(np.mean(updates[:present], axis=0)), weights @ norms_of(orthogonal))
 
 
-def even(updates, losses, gamma, ridge, present=None, least=1e-3, blur=1.0, layers=None, level=False):
-    """even: per layer the shortest d with u_k . d >= b_k, shortfalls s_k paid for by |s|^2 / ridge.
+def even(updates, losses, gamma, ridge, present=None, least=1e-3, blur=1.0, layers=None, level=False, older=0.0):
+    """even: per layer the shortest d with u_k . d >= b_k, shortfalls s_k paid for by s_k^2 / ridge_k.
 
-    With z = (d, s / sqrt(ridge)) it is the shortest z with [u_k, sqrt(ridge) e_k] z >= b_k: least distance
+    ridge_k is `ridge`, and `older` (one number a row) more.
+
+    With z = (d, s / sqrt(ridge)) it is the shortest z with [u_k, sqrt(ridge_k) e_k] z >= b_k: least distance
     programming, which Lawson and Hanson (chapter 23) turn into one non-negative least squares problem. It lies along
     the nearest point of a hull, whose length counts, times the mean length of the layer's parts; the whole is as long
     as the present clients' mean.
@@ -540,27 +542,28 @@ def even(updates, losses, gamma, ridge, present=None, least=1e-3, blur=1.0, laye
         return np.zeros(updates.shape[1])
     asked = np.maximum((np.asarray(losses) / max(losses)) ** gamma, least)
     present, whole, start = present or len(updates), [], 0
+    ridges = np.append(ridge + np.zeros(len(updates)) + older, ridge)  # the last one is the levelling row's
     for size in layers or [updates.shape[1]]:
         parts, start = updates[:, start : start + size], start + size
-        whole.append(_even_layer(parts, np.asarray(losses), asked, ridge, present, blur, level))
+        whole.append(_even_layer(parts, np.asarray(losses), asked, ridges, present, blur, level))
     direction = np.concatenate(whole)
     return rescale(direction, np.linalg.norm(np.mean(updates[:present], axis=0)), 0.0)
 
 
-def _even_layer(parts, losses, asked, ridge, present, blur, level):
+def _even_layer(parts, losses, asked, ridges, present, blur, level):
     rows = [k for k in range(len(parts)) if np.linalg.norm(parts[k]) > 0]
     if not rows:
         return np.zeros(parts.shape[1])
     lengths = np.linalg.norm(parts, axis=1)
     units = [parts[k] / lengths[k] for k in rows]
-    asked = list(asked[rows])
+    asked, paid = list(asked[rows]), ridges[rows]
     if level and np.ptp(losses[:present]) > 0:
         cosine = losses[:present].sum() / np.sqrt(present) / np.linalg.norm(losses[:present])
         slopes = cosine * losses[:present] / np.linalg.norm(losses[:present]) - 1 / np.sqrt(present)
         pull = sum(slopes[k] * parts[k] / lengths[k] for k in rows if k < present)
         if np.linalg.norm(pull) > 1e-9 * np.abs(slopes).sum():
-            units, asked = [*units, pull / np.linalg.norm(pull)], [*asked, 1.0]
-    extended = np.hstack([units, np.sqrt(ridge) * np.eye(len(units))])
+            units, asked, paid = [*units, pull / np.linalg.norm(pull)], [*asked, 1.0], np.append(paid, ridges[-1])
+    extended = np.hstack([units, np.diag(np.sqrt(paid))])
     system = np.vstack([extended.T, asked])
     goal = np.append(np.zeros(extended.shape[1]), 1.0)
     weights, _ = scipy.optimize.nnls(system, goal, maxiter=300 * len(units))

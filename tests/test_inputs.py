@@ -116,6 +116,7 @@ def test_no_setting_takes_nonsense(name, setting, bad):
     [
         ("even", "gamma", -0.1),
         ("even", "ridge", -0.1),
+        ("even", "fading", -0.1),
         ("even", "absent", "last:0"),
         ("even", "absent", "last:"),
         ("even", "absent", "last:-3"),

@@ -72,7 +72,7 @@ def test_fedmdfg_carries_expected_losses_and_last_rounds_clients(seed, absent):
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("absent", ["last:2", "expected"])
-@pytest.mark.parametrize("name", ["even", "adafed", "fedmgda+"])
+@pytest.mark.parametrize("name", ["even", "even:fading=0.3", "adafed", "fedmgda+"])
 def test_any_row_based_rule_can_remember_absent_clients(seed, absent, name):
     def oracle(updates, losses, clients, index, memory, _):
         memory = {} if memory is None else memory
@@ -80,8 +80,10 @@ def test_any_row_based_rule_can_remember_absent_clients(seed, absent, name):
         past = np.array([record["update"] for record in records]).reshape(-1, updates.shape[1])
         rows, known = np.vstack([updates, past]), np.append(losses, [record["loss"] for record in records])
         after = oracles.remember(memory, updates, losses, clients, index)
-        if name == "even":
-            return oracles.even(rows, known, 0.5, 0.01, present=len(updates), level=True), after
+        if name.startswith("even"):
+            ages = np.append(np.zeros(len(updates)), [record["age"] for record in records])
+            older = 0.3 * ages if "fading" in name else 0.0
+            return oracles.even(rows, known, 0.5, 0.01, present=len(updates), level=True, older=older), after
         if name == "adafed":
             return oracles.adafed(rows, known, 1.0, "mean", present=len(updates)), after
         return oracles.fedmgda_plus(updates, 1.0, np.full(len(updates), 1 / len(updates)), past), after
@@ -89,6 +91,17 @@ def test_any_row_based_rule_can_remember_absent_clients(seed, absent, name):
     settings = {"epsilon": 1.0, "reference": "uniform"} if name == "fedmgda+" else {}
     outcomes = play(seed, name, oracle, 1e-5, absent=absent, **settings)
     assert max(out.diagnostics.ages.max() for out in outcomes) >= 2
+
+
+@pytest.mark.parametrize("level", [True, False])
+def test_updates_that_fade_at_once_are_no_memory(level):
+    fading = forgetting = None
+    for index, clients, updates, losses, _ in rounds(0):
+        given = {"losses": losses, "clients": clients, "round": index, "gamma": 0.0, "level": level}
+        fading = eh.aggregate("even", updates, state=fading and fading.state, fading=1e12, **given)
+        forgetting = eh.aggregate("even", updates, state=forgetting and forgetting.state, absent="off", **given)
+        agree(fading.update, forgetting.update, 1e-6)
+    assert len(fading.diagnostics.ages) > len(updates)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -60,6 +60,7 @@ def differences(file: str, row: str) -> None:
 if __name__ == "__main__":
     table("trial.csv", "setting", ("late_mean", "late_worst:10"))
     table("first_form.csv", "row", ("mean", "worst:10"))
+    table("fading.csv", "setting", ("mean", "worst:10"))
     rows = [entry.name for entry in find_recipe("even/ablation").rows]
     table("../even-ablation/results.csv", "row", ("mean", "worst:10"), rows)
     differences("../even-ablation/results.csv", "even")
