@@ -16,6 +16,7 @@ import argparse
 import copy
 import itertools
 from collections.abc import Callable
+from functools import partial
 from time import perf_counter
 
 import numpy as np
@@ -31,6 +32,7 @@ from evenhand.engine.simulation import Simulation
 from evenhand.engine.training import LocalWork, Shape
 from evenhand.methods import method
 from evenhand.models import build
+from evenhand.processes import side_by_side
 from evenhand.streams import stream
 
 METHODS = ["fedavg", "qffl:q=1", "fedfv", "adafed", "even", "fedlf", "mfairfl:measure=off"]
@@ -148,6 +150,17 @@ def whole_run(dataset: Dataset, parted: Partition, name: str, seeds: int, device
     return perf_counter() - start
 
 
+def one_seed(seed: int, name: str, device: str, rounds: int) -> float:
+    return whole_run(*workload(), name, 1, device, rounds)
+
+
+def apart(name: str, seeds: int, device: str, rounds: int) -> float:
+    """Seconds for the same with a process for every seed, their start and the making of the data included."""
+    start = perf_counter()
+    list(side_by_side(partial(one_seed, name=name, device=device, rounds=rounds), range(seeds), seeds))
+    return perf_counter() - start
+
+
 def convolution(device: str, program: str, rounds: int) -> float:
     """FedLF's network on images of CIFAR-10's shape: 50,000 samples, 100 clients, 10 a round, batches of 50."""
     generator = torch.Generator().manual_seed(0)
@@ -200,6 +213,10 @@ def long_table(device: str, rounds: int) -> None:
     for name, seeds in (("fedavg", 1), ("fedavg", 5), ("fedlf", 1), ("fedlf", 5)):
         seconds = whole_run(dataset, parted, name, seeds, device, whole)
         print(f"| {name}, {whole:,} rounds, {seeds} seed{'s' * (seeds > 1)} | {seconds:.1f} |", flush=True)
+    for name in ("fedavg", "fedlf"):
+        print(
+            f"| {name}, {whole:,} rounds, 5 seeds, a process each | {apart(name, 5, device, whole):.1f} |", flush=True
+        )
     print("\n| convolutional network, 798k parameters | ms a round |\n|---|---|")
     for program in (*(["fused"] if device == "cuda" else []), "sequential", "batched"):
         print(f"| {program} | {1e3 * convolution(device, program, max(3, rounds // 4)):.1f} |", flush=True)

@@ -302,6 +302,9 @@ def compare(
     engine: Annotated[
         str, typer.Option(metavar="NAME", help="local, or ray: methods and seeds spread over a Ray cluster.")
     ] = "local",
+    jobs: Annotated[
+        int, typer.Option(metavar="N", help="Methods and seeds at the same time, a process each.", show_default=True)
+    ] = 1,
     checkpoint_every: Every = 20.0,
     log: Log = None,
     watch: Watch = False,
@@ -320,6 +323,7 @@ def compare(
       evenhand compare fedavg fedfv even
       evenhand compare fedavg qffl:q=1 fedfv:alpha=0.1,tau=10 fedlf --data fashion-mnist --partition pat:2 --clients 100
       evenhand compare fedavg even --rounds 100 --export table.tex --export table.csv
+      evenhand compare fedavg fedlf even --seeds 20 --jobs 8              as many at a time, in processes of their own
       evenhand compare fedavg fedlf even --seeds 20 --engine ray          RAY_ADDRESS names a cluster
       evenhand compare --config runs/digits-compare-1/comparison.toml     repeats a comparison
       evenhand compare --resume runs/digits-compare-1                     goes on after a crash or Ctrl-C
@@ -341,7 +345,12 @@ def compare(
         with _watched(resume, watch, port, quiet):
             with progress(quiet, *comparisons.still_to_run(resume)) as show:
                 found = comparisons.resume_comparison(
-                    resume, checkpoint_every=checkpoint_every, progress=show, callbacks=loggers, engine=engine
+                    resume,
+                    checkpoint_every=checkpoint_every,
+                    progress=show,
+                    callbacks=loggers,
+                    engine=engine,
+                    jobs=jobs,
                 )
             _table(found, export or [], as_json, quiet)
         return
@@ -365,6 +374,7 @@ def compare(
                 progress=show,
                 callbacks=loggers,
                 engine=engine,
+                jobs=jobs,
             )
         _table(found, export or [], as_json, quiet, perf_counter() - started)
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from evenhand import storage
 from evenhand.callbacks import Callbacks, Guarded, guarded
-from evenhand.checks import EvenhandError, choice
+from evenhand.checks import EvenhandError, choice, number
 from evenhand.data import Dataset
 from evenhand.engine.groups import check_groups
 from evenhand.experiment import (
@@ -426,6 +426,7 @@ def compare(
     progress: Progress | None = None,
     callbacks: Callbacks = (),
     engine: str = LOCAL,
+    jobs: int = 1,
     **settings: Any,
 ) -> Comparison:
     """Run several methods on the same partitions, initial models, cohorts and batches; five seeds by default.
@@ -435,6 +436,9 @@ def compare(
         experiment, settings: what to run, as in `simulate`, without a method.
         out, force, checkpoint_every, progress, callbacks: as in `simulate`; the folder holds one run folder a method.
         engine: "local", or "ray": methods and seeds are spread over a Ray cluster, with the same numbers.
+        jobs: how many of them run at the same time on this machine, each in a process of its own: worth it with small
+            models and many cores, most of all beside a GPU. A method is written down when it is finished; one that is
+            cut short starts anew. A script must call this under `if __name__ == "__main__":`.
 
     >>> comparison = compare("fedavg", "qffl:q=1", rounds=3, seeds=2)
     >>> list(comparison.runs)
@@ -444,13 +448,13 @@ def compare(
     for entry in chosen_methods.values():
         can_simulate(entry)  # before the first of them has run for an hour
     refuse_method_settings(settings)
-    choice("engine", engine, ENGINES)
+    _check_engine(engine, jobs)
     if experiment is None:
         settings = {"seeds": SEEDS, **settings}
     chosen, listeners = chosen_experiment(experiment, settings), guarded(callbacks)
     if out is None:
         dataset = _data(chosen, chosen_methods)
-        return _play(chosen, chosen_methods, None, checkpoint_every, progress, listeners, dataset, engine)
+        return _play(chosen, chosen_methods, None, checkpoint_every, progress, listeners, dataset, engine, jobs)
     folder = ComparisonFolder(out)
     folder.command += resuming(listeners, folder.command)
     with folder.claimed(force=force):
@@ -458,7 +462,7 @@ def compare(
         with writing(folder.path):
             folder.clear()
             folder.describe(_description(chosen, chosen_methods))
-        return _play(chosen, chosen_methods, folder, checkpoint_every, progress, listeners, dataset, engine)
+        return _play(chosen, chosen_methods, folder, checkpoint_every, progress, listeners, dataset, engine, jobs)
 
 
 def resume_comparison(
@@ -468,9 +472,10 @@ def resume_comparison(
     progress: Progress | None = None,
     callbacks: Callbacks = (),
     engine: str = LOCAL,
+    jobs: int = 1,
 ) -> Comparison:
     """Continue a comparison that was cut short; finished methods are read back, and logs given what they lack."""
-    choice("engine", engine, ENGINES)
+    _check_engine(engine, jobs)
     listeners, folder = guarded(callbacks), ComparisonFolder(out)
     folder.must_be_started()
     if folder.finished and not listeners:
@@ -484,7 +489,17 @@ def resume_comparison(
                 if label in found.runs:
                     resume(folder.path / place, callbacks=listeners, label=label, group=folder.path.resolve().name)
             return found
-        return _play(chosen, methods, folder, checkpoint_every, progress, listeners, _data(chosen, methods), engine)
+        dataset = _data(chosen, methods)
+        return _play(chosen, methods, folder, checkpoint_every, progress, listeners, dataset, engine, jobs)
+
+
+def _check_engine(engine: str, jobs: int) -> None:
+    choice("engine", engine, ENGINES)
+    number("jobs", jobs, low=1, whole=True)
+    if engine == RAY and jobs > 1:
+        raise EvenhandError(
+            "jobs are processes of this machine; a Ray cluster runs as much at a time as it has room for"
+        )
 
 
 def _data(chosen: Experiment, methods: Mapping[str, Method]) -> Dataset:
@@ -646,20 +661,22 @@ def _play(
     listeners: Sequence[Guarded],
     dataset: Dataset,
     engine: str,
+    jobs: int,
 ) -> Comparison:
     group = "" if folder is None else folder.path.resolve().name
     places = {
         label: None if folder is None else RunFolder(folder.path / name, folder.command)
         for label, name in folder_names(methods).items()
     }
-    if engine == RAY:
+    told = {"progress": progress, "callbacks": listeners, "group": group, "dataset": dataset}
+    if engine == RAY or jobs > 1:
         if listeners:
+            spread = "over a Ray cluster" if engine == RAY else "by several processes"
             raise EvenhandError(
-                "no log is kept over a Ray cluster; --resume FOLDER --log ... gives it all of a finished comparison"
+                f"no log is kept {spread}; --resume FOLDER --log ... gives it all of a finished comparison"
             )
-        runs, diverged = _spread(chosen, methods, places, progress, dataset)
+        runs, diverged = _in_pieces(chosen, methods, places, every, told, None if engine == RAY else jobs)
     else:
-        told = {"progress": progress, "callbacks": listeners, "group": group, "dataset": dataset}
         runs, diverged = _in_turn(chosen, methods, places, every, told)
     where = None if folder is None else folder.path
     found = Comparison(chosen, runs, where, diverged=diverged, methods=methods)
@@ -699,22 +716,21 @@ def _in_turn(
     return runs, diverged
 
 
-def _spread(
+def _in_pieces(
     chosen: Experiment,
     methods: Mapping[str, Method],
     places: Mapping[str, RunFolder | None],
-    progress: Progress | None,
-    dataset: Dataset,
+    every: float,
+    told: Mapping[str, Any],
+    jobs: int | None,
 ) -> tuple[dict[str, Runs], dict[str, int]]:
-    """Methods and seeds over a Ray cluster; what is finished already is read back, what was cut short starts anew."""
-    from evenhand.cluster import play
+    """Methods and seeds side by side; what has been begun here already is brought to its end first."""
+    from evenhand.pieces import play
 
-    done = {label: place for label, place in places.items() if place is not None and place.finished}
-    ends = {label: place.diverged for label, place in places.items() if place is not None}
-    diverged = {label: end for label, end in ends.items() if end is not None}
-    left = {label: entry for label, entry in methods.items() if label not in done and label not in diverged}
-    runs = {label: load_runs(place.path) for label, place in done.items()}
+    begun = {label: entry for label, entry in methods.items() if (place := places[label]) is not None and place.started}
+    runs, diverged = _in_turn(chosen, begun, places, every, told)
+    left = {label: entry for label, entry in methods.items() if label not in begun}
     if left:
-        more, further = play(chosen, left, places, dataset, progress)
+        more, further = play(chosen, left, places, told["dataset"], told["progress"], jobs)
         runs, diverged = runs | more, diverged | further
     return {label: runs[label] for label in methods if label in runs}, diverged

@@ -6,6 +6,7 @@ several at once, in memory or into a folder; `resume` continues a run that was c
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -374,6 +375,18 @@ def _check_frozen(one: nn.Module | None, other: nn.Module) -> None:
 
 def load_data(experiment: Experiment) -> Dataset:
     return load(experiment.data, data_dir=experiment.data_dir, **experiment.data_options)
+
+
+_at_hand: dict[str, Dataset] = {}  # the last one used
+
+
+def data_at_hand(experiment: Experiment) -> Dataset:
+    """The data; for experiments on the same data, one after another, it is loaded once."""
+    key = json.dumps([experiment.data, experiment.data_dir, dict(experiment.data_options)], default=str)
+    if key not in _at_hand:
+        _at_hand.clear()
+        _at_hand[key] = load_data(experiment)
+    return _at_hand[key]
 
 
 def draw_partition(dataset: Dataset, experiment: Experiment, seed: int) -> Partition:

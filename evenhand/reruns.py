@@ -12,14 +12,11 @@ import hashlib
 import io
 import json
 import math
-import multiprocessing
-import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from threading import Thread
 from time import perf_counter
 from typing import Any
 
@@ -28,11 +25,12 @@ import torch
 
 from evenhand.checks import EvenhandError, number
 from evenhand.data import Dataset
-from evenhand.experiment import Experiment, load_data, prepare, runs_of
+from evenhand.experiment import Experiment, data_at_hand, prepare, runs_of
 from evenhand.folders import Diverged, Progress, Recorder, Status, writing
 from evenhand.measuring import curve, measured
 from evenhand.methods import Method
 from evenhand.methods.base import ServerStep
+from evenhand.processes import side_by_side
 from evenhand.recipe import Part, Recipe, Row, Settings, listed
 from evenhand.runs import Run
 from evenhand.storage import write_bytes
@@ -197,19 +195,12 @@ def outcomes(program: Program, wanted: Wanted, progress: Progress | None = None)
     }
 
 
-_loaded: dict[str, Dataset] = {}  # the last one used
-
-
 def _data(experiment: Experiment, parts: Sequence[str]) -> Dataset:
-    key = json.dumps([experiment.data, experiment.data_dir, dict(experiment.data_options)], default=str)
-    if key not in _loaded:
-        _loaded.clear()
-        try:
-            _loaded[key] = load_data(experiment)
-        except EvenhandError as error:
-            hint = f" (parts are run one by one with --part: {', '.join(parts)})" if len(parts) > 1 else ""
-            raise EvenhandError(f"{error}{hint}") from error
-    return _loaded[key]
+    try:
+        return data_at_hand(experiment)
+    except EvenhandError as error:
+        hint = f" (parts are run one by one with --part: {', '.join(parts)})" if len(parts) > 1 else ""
+        raise EvenhandError(f"{error}{hint}") from error
 
 
 def played(
@@ -264,24 +255,13 @@ class Runner:
 
     def _side_by_side(self, programs: Sequence[Program]) -> None:
         """Several processes; the largest programs first, so that none is left alone at the end."""
-        workers = min(self.jobs, len(programs))
-        threads = max(1, (os.cpu_count() or 1) // workers)
-        apart = multiprocessing.get_context("spawn")  # a process that has used a GPU cannot be forked
-        label, done = f"{len(programs)} programs, {workers} at a time", 0
-        with ProcessPoolExecutor(workers, apart, _as_worker, (threads,)) as pool:
-            ordered = sorted(programs, key=lambda program: -len(program.tasks) * len(program.seeds))
-            waiting: dict[Future[Outcomes], Program] = {
-                pool.submit(outcomes, program, self.wanted): program for program in ordered
-            }
-            try:
-                for finished in as_completed(waiting):
-                    self._keep(waiting[finished], finished.result())
-                    done += 1
-                    if self.progress is not None:
-                        self.progress(Status(label, done, len(programs), ()))
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+        ordered = sorted(programs, key=lambda program: -len(program.tasks) * len(program.seeds))
+        label = f"{len(programs)} programs, {min(self.jobs, len(programs))} at a time"
+        found = side_by_side(partial(outcomes, wanted=self.wanted), ordered, self.jobs)
+        for done, (program, own) in enumerate(found, start=1):
+            self._keep(program, own)
+            if self.progress is not None:
+                self.progress(Status(label, done, len(programs), ()))
 
     def _keep(self, program: Program, found: Outcomes) -> None:
         for task in program.tasks:
@@ -397,19 +377,6 @@ class Runner:
                     self._write_series(line, result.series)
                 how = {"diverged": ended, "seconds": f"{result.seconds:.3f}", "machine": result.machine}
                 table.writerow({**line, **how, **told})
-
-
-def _as_worker(threads: int) -> None:
-    """A process of its own, which does not outlive the one that began it."""
-    torch.set_num_threads(threads)
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def watch() -> None:
-        parent.join()
-        os._exit(1)
-
-    Thread(target=watch, daemon=True).start()
 
 
 def drawn_measures(recipe: Recipe) -> tuple[str, ...]:

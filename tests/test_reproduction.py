@@ -374,7 +374,7 @@ def test_without_a_spread_in_the_paper_our_own_is_the_unit(tiny):
 WORKER = """
 import multiprocessing, os, time
 from concurrent.futures import ProcessPoolExecutor
-from evenhand.reruns import _as_worker
+from evenhand.processes import _as_worker
 if __name__ == "__main__":
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _as_worker, (1,)) as pool:
         print(pool.submit(os.getpid).result(), flush=True)

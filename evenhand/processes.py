@@ -1,0 +1,55 @@
+"""Work side by side on this machine, in processes of its own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from threading import Thread
+from typing import TypeVar
+
+import torch
+
+from evenhand.checks import EvenhandError
+
+Task = TypeVar("Task")
+Found = TypeVar("Found")
+
+
+def threads_each(workers: int) -> int:
+    """Cores that each of some processes may use, so that they do not stand in each other's way."""
+    return max(1, (os.cpu_count() or 1) // workers)
+
+
+def side_by_side(work: Callable[[Task], Found], tasks: Sequence[Task], jobs: int) -> Iterator[tuple[Task, Found]]:
+    """Each task with what `work` makes of it, as they come to their end; begun in the order given."""
+    workers = min(jobs, len(tasks))
+    apart = multiprocessing.get_context("spawn")  # a process that has used a GPU cannot be forked
+    with ProcessPoolExecutor(workers, apart, _as_worker, (threads_each(workers),)) as pool:
+        waiting: dict[Future[Found], Task] = {pool.submit(work, task): task for task in tasks}
+        try:
+            for finished in as_completed(waiting):
+                yield waiting[finished], finished.result()
+        except BrokenProcessPool as error:
+            raise EvenhandError(
+                f"one of {workers} processes died in the middle of its work, most likely for want of memory; run fewer "
+                "at a time (--jobs). In a script, what starts them must stand under: if __name__ == '__main__':"
+            ) from error
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _as_worker(threads: int) -> None:
+    """A process of its own, which does not outlive the one that began it."""
+    torch.set_num_threads(threads)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    Thread(target=watch, daemon=True).start()
