@@ -183,6 +183,20 @@ def test_a_plan_shows_every_sample_once_an_epoch(batch_size):
         np.testing.assert_allclose(sums[sums > 0], 1.0, rtol=1e-6)  # a batch's loss is its mean
 
 
+@pytest.mark.parametrize("case", WORKS)
+@pytest.mark.parametrize("program", [FeedForward, Batched, Sequential])
+def test_what_rounds_of_equal_clients_share_is_not_written_to(case, program):
+    work, options = WORKS[case]
+    module = build("mlp", (12,), 4, seed=1)
+    before = steps_of(SIZES, work, options.get("epochs"))
+    kept = [before.weights.copy(), before.shares.copy()]
+    trained(program(module), module, SIZES, work, **options)
+    after = steps_of(SIZES, work, options.get("epochs"))
+    assert after.shares is before.shares
+    for one, other in zip(kept, (after.weights, after.shares), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 def test_joined_plans_keep_each_cohort_as_it_was():
     _, _, samples = cohort_of(SIZES)
     one = plan(samples[:2], epochs=np.ones(2), batch_size=8, rng=stream(0, "batches"))
