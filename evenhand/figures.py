@@ -35,12 +35,22 @@ def drawing(found: Reproduction) -> str:
         for said, chart in kinds[figure.kind](found, figure, part, quirks)
     ]
     played = "; ".join(found.scaled_down()) or f"{len(found.seeds)} seeds"
-    below = (found.recipe.title, f"{played}. Bands: one standard deviation over the seeds.")
+    of_seeds = (
+        "Points: means over the seeds." if _across(found, figure) else "Bands: one standard deviation over the seeds."
+    )
+    below = (found.recipe.title, f"{played}. {of_seeds}")
     return sheet(f"{found.recipe.paper}, run again", below, panels, [] if figure.kind == "points" else names)
 
 
 def _drawn(found: Reproduction, figure: Figure) -> list[Column]:
     return [column for column in found.recipe.columns if column.title in figure.columns]
+
+
+def _across(found: Reproduction, figure: Figure) -> Column | None:
+    """The column that points are drawn against; None where they are drawn against a number of their rows."""
+    if figure.kind != "points":
+        return None
+    return next((column for column in found.recipe.columns if column.title == figure.x), None)
 
 
 def _shown(found: Reproduction, part: Part, quirks: bool) -> Iterator[tuple[int, Row]]:
@@ -97,7 +107,7 @@ def _distributions(found: Reproduction, figure: Figure, part: Part, quirks: bool
 
 def _points(found: Reproduction, figure: Figure, part: Part, quirks: bool) -> Iterator[tuple[str, str]]:
     rows, columns = list(_shown(found, part, quirks)), _drawn(found, figure)
-    across = next((column for column in found.recipe.columns if column.title == figure.x), None)
+    across = _across(found, figure)
     for column in columns:
         if across is not None:
             if column is across:
@@ -106,7 +116,8 @@ def _points(found: Reproduction, figure: Figure, part: Part, quirks: bool) -> It
             for colour, row in rows:
                 x, y = (found.cell(part, row, one, quirks).mean for one in (across, column))
                 points.append(Point(row.name, x, y, colour, row.name))
-            yield column.title, scatter_chart(points, x_title=figure.x, y_title=column.title, ceiling=np.inf)
+            chart = scatter_chart(points, x_title=figure.x, y_title=column.title, from_zero=False, ceiling=np.inf)
+            yield column.title, chart
             continue
         there = sorted((row.at, row.name, row) for _, row in rows if row.at is not None)
         if there:

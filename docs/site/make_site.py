@@ -312,6 +312,9 @@ def lay_out(stage: Path) -> None:
     shutil.copytree(DOCS / "images", stage / "images")
     for table in DOCS.glob("results/**/*.csv"):
         _copied(table, stage)
+    for figure in DOCS.glob("results/**/*.svg"):
+        (stage / figure.relative_to(DOCS).parent).mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(figure, stage / figure.relative_to(DOCS))
 
     notebooks = sorted((ROOT / "examples").glob("*.ipynb"))
     (stage / "examples").mkdir()

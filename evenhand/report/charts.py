@@ -286,7 +286,7 @@ def scatter_chart(
         at, height = x.at(point.x), y.at(point.y)
         parts.append(mark(at, height, point.colour, said(f"{point.name}: {point.x:.1f}, {point.y:.1f}")))
         if point.said:
-            width = len(point.said) * LETTER
+            width = len(point.said) * WIDE_LETTER
             right = at + 9 + width < WIDTH
             start, place = (at + 8 if right else at - 8 - width), height - 6
             while any(abs(place - other) < 13 and start < end and begin < start + width for begin, end, other in taken):
