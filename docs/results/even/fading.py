@@ -1,6 +1,6 @@
 """The trial of `fading` in docs/even.md: even with and without it, under seeds that no other table uses.
 
-    python docs/results/even/fading.py FOLDER_WITH_DATA [--device cuda] [--part NUMBER ...] [--seed SEED ...]
+    python docs/results/even/fading.py DATA [--device cuda] [--part NUMBER ...] [--seed SEED ...] [--setting NAME ...]
 
 Appends a line a run to fading.csv beside this file; tables.py prints the table.
 """
@@ -29,6 +29,7 @@ SETTINGS = [
     "even:gamma=1,fading=0.1",
     "even:ridge=0,fading=0.1",
     "even:layerwise=false,fading=0.1",
+    "even:gamma=1,layerwise=false,fading=0.1",
 ]
 
 
@@ -42,13 +43,14 @@ def main() -> None:
         "--part", type=int, nargs="+", default=range(len(recipe.parts)), help="of even/ablation, from 0"
     )
     parser.add_argument("--seed", type=int, nargs="+", default=[10, 11, 12])
+    parser.add_argument("--setting", nargs="+", default=SETTINGS)
     given = parser.parse_args()
     every = {"seeds": given.seed, "rounds": given.rounds, "data_dir": given.data, "device": given.device}
     for part in (recipe.parts[number] for number in given.part):
         experiment = recipe.experiment.with_settings({**part.settings, **every, "eval_every": 50, "measure": "needed"})
-        made = prepare(experiment, [method(name) for name in SETTINGS])
+        made = prepare(experiment, [method(name) for name in given.setting])
         made.run()
-        names = [name for name in SETTINGS for _ in given.seed]
+        names = [name for name in given.setting for _ in given.seed]
         with (Path(__file__).parent / "fading.csv").open("a", newline="", encoding="utf-8") as file:
             lines = csv.writer(file, lineterminator="\n")
             for name, replica in zip(names, made.replicas, strict=True):
