@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import io
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -40,6 +41,7 @@ from evenhand.folders import (
     TABLES,
     ComparisonFolder,
     Diverged,
+    Interrupted,
     Progress,
     RunFolder,
     file_name,
@@ -731,6 +733,13 @@ def _in_pieces(
     runs, diverged = _in_turn(chosen, begun, places, every, told)
     left = {label: entry for label, entry in methods.items() if label not in begun}
     if left:
-        more, further = play(chosen, left, places, told["dataset"], told["progress"], jobs)
+        try:
+            more, further = play(chosen, left, places, told["dataset"], told["progress"], jobs)
+        except KeyboardInterrupt as stop:
+            place = next(iter(places.values()))
+            if place is None:
+                raise
+            said = f"stopped; what is finished is kept, and {place.command} runs the rest"
+            raise Interrupted(said, place.path.parent, signal.SIGINT) from stop
         runs, diverged = runs | more, diverged | further
     return {label: runs[label] for label in methods if label in runs}, diverged

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -25,7 +26,7 @@ def threads_each(workers: int) -> int:
 
 def side_by_side(work: Callable[[Task], Found], tasks: Sequence[Task], jobs: int) -> Iterator[tuple[Task, Found]]:
     """Each task with what `work` makes of it, as they come to their end; begun in the order given."""
-    workers = min(jobs, len(tasks))
+    workers, others = min(jobs, len(tasks)), multiprocessing.active_children()
     apart = multiprocessing.get_context("spawn")  # a process that has used a GPU cannot be forked
     with ProcessPoolExecutor(workers, apart, _as_worker, (threads_each(workers),)) as pool:
         waiting: dict[Future[Found], Task] = {pool.submit(work, task): task for task in tasks}
@@ -37,14 +38,18 @@ def side_by_side(work: Callable[[Task], Found], tasks: Sequence[Task], jobs: int
                 f"one of {workers} processes died in the middle of its work, most likely for want of memory; run fewer "
                 "at a time (--jobs). In a script, what starts them must stand under: if __name__ == '__main__':"
             ) from error
-        except BaseException:
+        except BaseException:  # Ctrl-C, an error in one of them, or nobody wants the rest: the others need not go on
             pool.shutdown(wait=False, cancel_futures=True)
+            for process in multiprocessing.active_children():
+                if process not in others:
+                    process.terminate()
             raise
 
 
 def _as_worker(threads: int) -> None:
-    """A process of its own, which does not outlive the one that began it."""
+    """A process of its own, which does not outlive the one that began it, and leaves Ctrl-C to that one."""
     torch.set_num_threads(threads)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None
 

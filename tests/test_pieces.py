@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -106,6 +110,44 @@ def test_on_a_gpu_seeds_stay_together_where_all_jobs_have_work_anyway(monkeypatc
 def test_a_process_that_dies_is_told_of():
     with pytest.raises(EvenhandError, match=r"died in the middle of its work.*--jobs"):
         list(side_by_side(os._exit, [1], 1))
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").is_file(), reason="no /proc to look at")
+def test_ctrl_c_ends_all_processes_and_says_how_to_go_on(tmp_path):
+    words = ["compare", "fedavg", "even", "--rounds", "100000", "--clients", "5", "--jobs", "2", "--out", "cut"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "evenhand", *words], cwd=tmp_path, stderr=subprocess.PIPE, text=True
+    ) as command:
+        for _ in range(600):
+            if (tmp_path / "cut/comparison.toml").is_file() and len(workers_of(command.pid)) >= 2:
+                break
+            time.sleep(0.1)
+        workers = workers_of(command.pid)
+        time.sleep(1.0)
+        command.send_signal(signal.SIGINT)
+        assert command.stderr is not None
+        said = command.stderr.read()
+        assert command.wait(30) == 130
+    assert "stopped; what is finished is kept, and evenhand compare --resume cut runs the rest" in said
+    assert workers
+    for _ in range(50):
+        if not any(Path(f"/proc/{worker}").exists() for worker in workers):
+            return
+        time.sleep(0.1)
+    pytest.fail("a process goes on")
+
+
+def workers_of(parent: int) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            name, rest = path.read_text().rpartition(")")[::2]
+            words = path.with_name("cmdline").read_text()
+        except OSError:
+            continue
+        if int(rest.split()[1]) == parent and "spawn_main" in words:
+            found.append(int(name.split()[0]))
+    return found
 
 
 def test_an_error_reaches_the_caller_as_it_is():
