@@ -22,11 +22,12 @@ if TYPE_CHECKING:
     from evenhand.auditing import audit
     from evenhand.callbacks import Callback
     from evenhand.comparison import compare, load_comparison, resume_comparison
-    from evenhand.experiment import Experiment, load_runs, resume, simulate
+    from evenhand.experiment import Experiment
     from evenhand.fairness import client_fairness
     from evenhand.groups import group_fairness
     from evenhand.recipe import recipes
     from evenhand.reproduction import reproduce
+    from evenhand.running import load_runs, resume, simulate
 
 __version__ = "0.1.0"
 
@@ -64,9 +65,10 @@ __all__ = [
 
 # The simulator is loaded when it is first used, so that one round in somebody's own loop does not wait for it.
 LATER = {
-    **dict.fromkeys(("Experiment", "load_runs", "resume", "simulate"), "evenhand.experiment"),
+    **dict.fromkeys(("load_runs", "resume", "simulate"), "evenhand.running"),
     **dict.fromkeys(("compare", "load_comparison", "resume_comparison"), "evenhand.comparison"),
     "Callback": "evenhand.callbacks",
+    "Experiment": "evenhand.experiment",
     "audit": "evenhand.auditing",
     "client_fairness": "evenhand.fairness",
     "group_fairness": "evenhand.groups",

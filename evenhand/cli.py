@@ -230,6 +230,7 @@ def run(
     out: Out = None,
     force: Force = False,
     resume: Resume = None,
+    jobs: Annotated[int, typer.Option(metavar="N", help="Seeds at the same time, a process each.")] = 1,
     checkpoint_every: Every = 20.0,
     log: Log = None,
     watch: Watch = False,
@@ -245,15 +246,16 @@ def run(
     \b
     Examples:
       evenhand run
-      evenhand run fedfv:alpha=0.2 --rounds 500 --seeds 5
+      evenhand run fedfv:alpha=0.2 --rounds 500 --seeds 5 --jobs 5
       evenhand run adafed --data fashion-mnist --partition dir:0.1 --clients 100 --participation 0.1
       evenhand run qffl --data my.csv --client-column site --target y --set method.q=2
       evenhand run --config runs/digits-even-1/experiment.toml     repeats a run
       evenhand run --resume runs/digits-even-1                     goes on after a crash or Ctrl-C
       evenhand run --rounds 2000 --watch --log tensorboard:logs    watched in a browser, and logged
     """
-    from evenhand import experiment as experiments
+    from evenhand import running
     from evenhand.callbacks import guarded
+    from evenhand.experiment import Experiment, load_toml
     from evenhand.folders import RunFolder
 
     loggers = guarded(log or [])
@@ -263,21 +265,22 @@ def run(
         _say_if_finished(RunFolder(resume), as_json or quiet)
         with _watched(resume, watch, port, quiet):
             with progress(quiet) as show:
-                runs = experiments.resume(resume, checkpoint_every=checkpoint_every, progress=show, callbacks=loggers)
+                runs = running.resume(resume, checkpoint_every=checkpoint_every, progress=show, callbacks=loggers)
             _result(runs, as_json, quiet)
         return
-    base = experiments.load_toml(config) if config is not None else experiments.Experiment()
+    base = load_toml(config) if config is not None else Experiment()
     chosen = base.with_settings(({"method": method} if method is not None else {}) | given)
     with _folder(out, f"{_short(chosen.data)}-{chosen.method.name}") as folder, _watched(folder, watch, port, quiet):
         with progress(quiet) as show:
             started = perf_counter()
-            runs = experiments.simulate(
+            runs = running.simulate(
                 chosen,
                 out=folder,
                 force=force,
                 checkpoint_every=checkpoint_every,
                 progress=show,
                 callbacks=loggers,
+                jobs=jobs,
             )
         _result(runs, as_json, quiet, perf_counter() - started)
 
@@ -302,9 +305,7 @@ def compare(
     engine: Annotated[
         str, typer.Option(metavar="NAME", help="local, or ray: methods and seeds spread over a Ray cluster.")
     ] = "local",
-    jobs: Annotated[
-        int, typer.Option(metavar="N", help="Methods and seeds at the same time, a process each.", show_default=True)
-    ] = 1,
+    jobs: Annotated[int, typer.Option(metavar="N", help="Methods and seeds at the same time, a process each.")] = 1,
     checkpoint_every: Every = 20.0,
     log: Log = None,
     watch: Watch = False,
@@ -1014,8 +1015,8 @@ def figure(
 def _load(folders: Sequence[Path]) -> Runs | Comparison:
     """What the folders hold; several are a comparison of all their runs."""
     from evenhand.comparison import load_comparison, side_by_side
-    from evenhand.experiment import load_runs
     from evenhand.folders import ComparisonFolder
+    from evenhand.running import load_runs
 
     if len(folders) > 1:
         return side_by_side(folders)

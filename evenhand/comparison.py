@@ -22,16 +22,7 @@ from evenhand.callbacks import Callbacks, Guarded, guarded
 from evenhand.checks import EvenhandError, choice, number
 from evenhand.data import Dataset
 from evenhand.engine.groups import check_groups
-from evenhand.experiment import (
-    Experiment,
-    can_simulate,
-    chosen_experiment,
-    load_data,
-    load_runs,
-    resume,
-    resuming,
-    run,
-)
+from evenhand.experiment import Experiment, can_simulate, chosen_experiment, load_data
 from evenhand.fairness import PairedTest, few, paired_test
 from evenhand.folders import (
     CHECKPOINT_EVERY,
@@ -50,6 +41,9 @@ from evenhand.folders import (
     writing,
 )
 from evenhand.methods import METHODS, Method, method
+from evenhand.pieces import play as play_in_pieces
+from evenhand.pieces import refuse_log
+from evenhand.running import load_runs, resume, resuming, run
 from evenhand.runs import Runs, said_once
 from evenhand.tables import pandas_or_hint
 from evenhand.toml import read_toml, to_toml
@@ -672,11 +666,7 @@ def _play(
     }
     told = {"progress": progress, "callbacks": listeners, "group": group, "dataset": dataset}
     if engine == RAY or jobs > 1:
-        if listeners:
-            spread = "over a Ray cluster" if engine == RAY else "by several processes"
-            raise EvenhandError(
-                f"no log is kept {spread}; --resume FOLDER --log ... gives it all of a finished comparison"
-            )
+        refuse_log(listeners, *(["over a Ray cluster"] if engine == RAY else []))
         runs, diverged = _in_pieces(chosen, methods, places, every, told, None if engine == RAY else jobs)
     else:
         runs, diverged = _in_turn(chosen, methods, places, every, told)
@@ -727,19 +717,17 @@ def _in_pieces(
     jobs: int | None,
 ) -> tuple[dict[str, Runs], dict[str, int]]:
     """Methods and seeds side by side; what has been begun here already is brought to its end first."""
-    from evenhand.pieces import play
-
     begun = {label: entry for label, entry in methods.items() if (place := places[label]) is not None and place.started}
     runs, diverged = _in_turn(chosen, begun, places, every, told)
     left = {label: entry for label, entry in methods.items() if label not in begun}
     if left:
         try:
-            more, further = play(chosen, left, places, told["dataset"], told["progress"], jobs)
+            more, further = play_in_pieces(chosen, left, places, told["dataset"], told["progress"], jobs)
         except KeyboardInterrupt as stop:
             place = next(iter(places.values()))
             if place is None:
                 raise
             said = f"stopped; what is finished is kept, and {place.command} runs the rest"
             raise Interrupted(said, place.path.parent, signal.SIGINT) from stop
-        runs, diverged = runs | more, diverged | further
+        runs, diverged = runs | more, diverged | {label: end.diverged for label, end in further.items()}
     return {label: runs[label] for label in methods if label in runs}, diverged

@@ -1,68 +1,31 @@
-"""What to run: a validated description that can be written down, and the runs it gives.
+"""What to run: a validated description that can be written down, and how it is set up.
 
-An experiment names data, partition, model, method, local work and sampling. `simulate` runs it, for one seed or
-several at once, in memory or into a folder; `resume` continues a run that was cut short; `load_runs` reads one back.
+An experiment names data, partition, model, method, local work and sampling; running.py runs it.
 """
 
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import numpy as np
 import torch
 from torch import nn
 
-from evenhand.callbacks import (
-    DIVERGED,
-    FAILED,
-    FINISHED,
-    STOPPED,
-    Audience,
-    Callbacks,
-    Guarded,
-    Tracked,
-    guarded,
-    points,
-)
 from evenhand.checks import EvenhandError, choice, near_miss, number
-from evenhand.constraints import Cells
 from evenhand.data import SUFFIXES, Dataset, Noise, Partition, load, partition
 from evenhand.engine.rounds import MEASURES, Replica, Settings
 from evenhand.engine.sampling import Sampling
 from evenhand.engine.simulation import Simulation
 from evenhand.engine.training import PRECISIONS, LocalWork, Shape
-from evenhand.folders import (
-    CHECKPOINT_EVERY,
-    DESCRIPTION,
-    Diverged,
-    Progress,
-    Record,
-    Recorder,
-    RunFolder,
-    Training,
-)
+from evenhand.folders import Recorder, Training
 from evenhand.methods import DEFAULT, Method, method
 from evenhand.models import build, must_fit
 from evenhand.runs import Run, Runs, said_once
 from evenhand.toml import read_toml, to_toml
-
-__all__ = [
-    "Experiment",
-    "Run",
-    "Runs",
-    "load_runs",
-    "load_toml",
-    "prepare",
-    "resume",
-    "simulate",
-    "to_toml",
-]
 
 CLIENTS = 30  # where the partition does not know itself
 # What the simulator can tell a rule about the clients.
@@ -404,216 +367,6 @@ def draw_partition(dataset: Dataset, experiment: Experiment, seed: int) -> Parti
             "leave a share for testing (split=[0.8, 0, 0.2])"
         )
     return drawn if experiment.noise is None else Noise.parse(experiment.noise).apply(drawn, dataset, seed)
-
-
-def simulate(
-    experiment: Experiment | None = None,
-    *,
-    out: str | Path | None = None,
-    force: bool = False,
-    checkpoint_every: float = CHECKPOINT_EVERY,
-    progress: Progress | None = None,
-    callbacks: Callbacks = (),
-    **settings: Any,
-) -> Runs:
-    """Run an experiment for all its seeds at once.
-
-    Args:
-        experiment: what to run; default: digits, two classes a client, 30 clients, the method `even`.
-        out: a folder for everything about the run, from which an interrupted run can be continued; None keeps it in
-            memory alone.
-        force: replace a run that is in the folder already.
-        checkpoint_every: seconds between checkpoints.
-        progress: called after every round.
-        callbacks: hear of every seed's start, rounds and end: loggers ("tensorboard:DIR", "mlflow:URI",
-            "wandb:PROJECT") or `Callback` objects of your own. One that fails is left out with a warning.
-        settings: changes to the experiment, by name: method="fedfv:alpha=0.2", data="digits", rounds=200, lr=0.05, ...
-
-    >>> runs = simulate(method="fedavg", rounds=5, seeds=2)
-    >>> [run.seed for run in runs], len(runs[0].accuracies)
-    ([0, 1], 30)
-    """
-    chosen = chosen_experiment(experiment, settings)
-    folder = None if out is None else RunFolder(out)
-    return run(chosen, folder, force=force, every=checkpoint_every, progress=progress, callbacks=callbacks)
-
-
-def run(
-    chosen: Experiment,
-    folder: RunFolder | None,
-    *,
-    force: bool = False,
-    every: float = CHECKPOINT_EVERY,
-    progress: Progress | None = None,
-    callbacks: Callbacks = (),
-    label: str = "",
-    group: str = "",
-    dataset: Dataset | None = None,
-) -> Runs:
-    """Run an experiment from its start. group: the comparison that it is a part of."""
-    number("checkpoint_every", every, low=0.0)
-    listeners = guarded(callbacks)
-    if folder is None:
-        recorder = Recorder(prepare(chosen, dataset=dataset), None, progress=progress, label=label)
-        return play(chosen, recorder, listeners, group)
-    folder.command += resuming(listeners, folder.command)
-    with folder.claimed(force=force):
-        simulation = prepare(chosen, dataset=dataset)
-        folder.begin(chosen.to_toml(), simulation)
-        recorder = Recorder(simulation, folder, every=every, progress=progress, label=label)
-        return play(chosen, recorder, listeners, group)
-
-
-def resume(
-    out: str | Path | RunFolder,
-    *,
-    checkpoint_every: float = CHECKPOINT_EVERY,
-    progress: Progress | None = None,
-    callbacks: Callbacks = (),
-    label: str = "",
-    group: str = "",
-    dataset: Dataset | None = None,
-) -> Runs:
-    """Continue a run that was cut short, to the numbers it would have had; a finished one is read back.
-
-    Loggers go on in the log they wrote before, and are given whatever it lacks.
-    """
-    number("checkpoint_every", checkpoint_every, low=0.0)
-    listeners = guarded(callbacks)
-    folder = out if isinstance(out, RunFolder) else RunFolder(out)
-    folder.must_be_started()
-    if folder.finished:
-        runs = load_runs(folder.path)
-        _tell_again(runs, folder, listeners, label or runs.experiment.method.name, group)
-        return runs
-    folder.command += resuming(listeners, folder.command)
-    with folder.locked():
-        chosen = load_toml(folder.path / DESCRIPTION)
-        simulation = prepare(chosen, dataset=dataset)
-        recorder = Recorder(simulation, folder, every=checkpoint_every, progress=progress, label=label)
-        recorder.restore()
-        return play(chosen, recorder, listeners, group)
-
-
-def _load_run(folder: RunFolder, chosen: Experiment, seed: int) -> Run:
-    names, samples, rounds, evaluations = folder.read(seed)
-    return Run(
-        replace(chosen, seeds=(seed,)),
-        seed,
-        names,
-        samples,
-        rounds,
-        evaluations,
-        folder=folder.seed(seed),
-        cells=folder.cells,
-        holdings=folder.holdings(seed),
-        facts=folder.facts,
-        seconds=folder.seconds(seed, len(rounds)),
-    )
-
-
-def load_runs(out: str | Path) -> Runs:
-    """The runs in a folder, as far as they have got: while one is written to, what all its seeds have."""
-    folder = RunFolder(out)
-    folder.must_be_started()
-    chosen = load_toml(folder.path / DESCRIPTION)
-    runs = [_load_run(folder, chosen, seed) for seed in chosen.seeds]
-    if not folder.finished:
-        for name in ("rounds", "evaluations"):
-            shared = min(len(getattr(one, name)) for one in runs)
-            for one in runs:
-                del getattr(one, name)[shared:]
-    notes = []
-    if folder.diverged is not None:
-        notes.append(f"the training diverged in round {folder.diverged:,}; a smaller lr helps")
-    return Runs(chosen, runs, folder.path, notes)
-
-
-def play(chosen: Experiment, recorder: Recorder, listeners: Sequence[Guarded] = (), group: str = "") -> Runs:
-    """Play all rounds that are left, and put the results together; in the folder too, where there is one."""
-    if not listeners:
-        return _to_the_end(chosen, recorder)
-    recorder.audience = _audience(chosen, recorder, listeners, group)
-    recorder.audience.start()
-    how = FAILED
-    try:
-        runs = _to_the_end(chosen, recorder)
-        how = FINISHED
-        return runs
-    except Diverged:
-        how = DIVERGED
-        raise
-    except KeyboardInterrupt:
-        how = STOPPED
-        raise
-    finally:
-        recorder.audience.end(how)
-
-
-def _to_the_end(chosen: Experiment, recorder: Recorder) -> Runs:
-    recorder.run()
-    folder = recorder.folder
-    runs = Runs(chosen, runs_of(chosen, recorder), None if folder is None else folder.path)
-    runs.notes = (*recorder.notes, *runs_notes(recorder.simulation, runs))
-    if folder is not None:
-        recorder.finish(runs)
-    return runs
-
-
-def resuming(listeners: Sequence[Guarded], command: str) -> str:
-    """What must be added to a command that resumes a run, so that it goes on in the same logs."""
-    words = [f" --log {shlex.quote(entry.callback.log)}" for entry in listeners if entry.callback.log]
-    return "".join(word for word in words if word not in command)
-
-
-def _audience(chosen: Experiment, recorder: Recorder, listeners: Sequence[Guarded], group: str) -> Audience:
-    """Everybody who listens to a run that is about to start or to go on."""
-    folder, cells = recorder.folder, recorder.simulation.cells
-    id = uuid4().hex if folder is None else folder.id
-    runs = [
-        _tracked(replace(chosen, seeds=(replica.seed,)), record, folder, cells, id, recorder.label, group)
-        for replica, record in zip(recorder.simulation.replicas, recorder.records, strict=True)
-    ]
-    return Audience(listeners, runs)
-
-
-def _tell_again(runs: Runs, folder: RunFolder, listeners: Sequence[Guarded], label: str, group: str) -> None:
-    """Tell of a finished run: a log that lacks some of it, or all of it, is given that."""
-    if not listeners:
-        return
-    told = []
-    for one in runs:
-        seconds = folder.seconds(one.seed, len(one.rounds))
-        record = Record(one.names, one.test_samples, one.rounds, seconds, one.evaluations)
-        told.append(_tracked(one.experiment, record, folder, one.cells, folder.id, label, group))
-    audience = Audience(listeners, told)
-    audience.start()
-    audience.end(FINISHED)
-
-
-def _tracked(
-    experiment: Experiment,
-    record: Record,
-    folder: RunFolder | None,
-    cells: Cells | None,
-    id: str,
-    label: str,
-    group: str,
-) -> Tracked:
-    seed = experiment.seeds[0]
-    within = "" if folder is None else folder.path.resolve().name
-    found = Tracked(
-        id=f"{id}-{seed}",
-        name="/".join(filter(None, [group, label if group or not within else within, f"seed-{seed}"])),
-        group=group or within,
-        label=label,
-        experiment=experiment,
-        names=record.names,
-        test_samples=record.test_samples,
-        cells=cells,
-        folder=None if folder is None else folder.seed(seed),
-    )
-    return replace(found, past=tuple(points(found, record.rounds, record.seconds, record.evaluations)))
 
 
 def runs_notes(simulation: Training, runs: Runs) -> list[str]:

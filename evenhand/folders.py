@@ -94,7 +94,7 @@ class Diverged(EvenhandError):
         super().__init__(
             f"{label} diverged in round {round:,}: {why}; a smaller learning rate helps (--lr, now {lr:g}){kept}"
         )
-        self.round = round
+        self.round, self.why = round, why
 
 
 class Interrupted(KeyboardInterrupt):

@@ -1,7 +1,7 @@
-"""A comparison in pieces: every method under every seed, or under a few of them, is a piece of work of its own.
+"""Runs in pieces: every method under every seed, or under a few of them, is a piece of work of its own.
 
-Pieces run side by side, in processes of this machine or over a Ray cluster. The numbers are those of a comparison in
-one process: a run depends on nothing but its description, its data and, on a CPU, the number of threads.
+Pieces run side by side, in processes of this machine or over a Ray cluster. The numbers are those of one process: a run
+depends on nothing but its description, its data and, on a CPU, the number of threads.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
+from evenhand.callbacks import Guarded
 from evenhand.checks import EvenhandError
 from evenhand.data import Dataset
-from evenhand.experiment import Experiment, data_at_hand, prepare, runs_notes
-from evenhand.experiment import play as finish
+from evenhand.experiment import Experiment, data_at_hand, prepare, runs_notes, runs_of
 from evenhand.folders import DIVERGED, Diverged, Progress, Recorder, RunFolder, Status, write_json, writing
 from evenhand.methods import Method
 from evenhand.processes import side_by_side
@@ -50,6 +50,12 @@ class Outcome:
     why: str = ""
 
 
+def refuse_log(listeners: Sequence[Guarded], spread: str = "by several processes") -> None:
+    """Nobody hears of rounds that are played elsewhere."""
+    if listeners:
+        raise EvenhandError(f"no log is kept {spread}; --resume FOLDER --log ... gives it all of what is finished")
+
+
 def pieces_of(chosen: Experiment, methods: Mapping[str, Method], jobs: int | None = None) -> list[Piece]:
     """Every method under every seed; on a GPU, where seeds together cost less, as few pieces as keep all jobs busy."""
     together = 1
@@ -69,10 +75,10 @@ def work_on(piece: Piece, dataset: Dataset | None = None, threads: int | None = 
     data = data_at_hand(piece.experiment) if dataset is None else dataset
     recorder = Recorder(prepare(piece.experiment, dataset=data), None, label=piece.label)
     try:
-        found = finish(piece.experiment, recorder)
+        recorder.run()
     except Diverged as end:
-        return Outcome([], end.round, str(end))
-    return Outcome([replace(run, partition=None) for run in found])
+        return Outcome([], end.round, end.why)
+    return Outcome([replace(run, partition=None) for run in runs_of(piece.experiment, recorder)])
 
 
 def play(
@@ -82,8 +88,8 @@ def play(
     dataset: Dataset,
     progress: Progress | None = None,
     jobs: int | None = None,
-) -> tuple[dict[str, Runs], dict[str, int]]:
-    """Run every method under every seed; and which methods diverged in which round.
+) -> tuple[dict[str, Runs], dict[str, Outcome]]:
+    """Run every method under every seed; and how those ended that diverged.
 
     places: a folder a method, or None; they are filled as a run in one process fills them, each as soon as it can be.
     jobs: how many processes of this machine; None: a Ray cluster.
@@ -91,7 +97,7 @@ def play(
     pieces = pieces_of(chosen, methods, jobs)
     found = _over_ray(pieces, dataset, chosen) if jobs is None else side_by_side(work_on, pieces, jobs)
     runs: dict[str, Runs] = {}
-    diverged: dict[str, int] = {}
+    diverged: dict[str, Outcome] = {}
     gathered: dict[str, list[Outcome]] = {label: [] for label in methods}
     for piece, outcome in found:
         label = piece.label
@@ -105,8 +111,7 @@ def play(
         recorder = _begun(replace(chosen, method=methods[label]), places[label], dataset, label)
         ends = [one for one in gathered[label] if not one.runs]
         if ends:  # the seeds of a method end together, with the first of them that diverges
-            first = min(ends, key=lambda one: one.diverged)
-            diverged[label] = first.diverged
+            diverged[label] = first = min(ends, key=lambda one: one.diverged)
             if recorder.folder is not None:
                 with writing(recorder.folder.path):
                     write_json(recorder.folder.path / DIVERGED, {"round": first.diverged, "why": first.why})

@@ -20,9 +20,10 @@ from evenhand.engine.graphs import Captured, Replayed
 from evenhand.engine.programs import Batched, FeedForward, Sequential
 from evenhand.engine.sampling import Sampling
 from evenhand.engine.training import Columns, Local, LocalWork, Shape
-from evenhand.experiment import Experiment, prepare, simulate
+from evenhand.experiment import Experiment, prepare
 from evenhand.methods import method
 from evenhand.models import build
+from evenhand.running import simulate
 from evenhand.streams import stream
 
 TOLERANCE = 2e-5  # relative to the models' length, after a round of local training in float32

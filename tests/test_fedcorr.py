@@ -19,9 +19,10 @@ from evenhand.engine.checkpoint import restore, save
 from evenhand.engine.correction import dimensions, upper
 from evenhand.engine.graphs import Replayed
 from evenhand.engine.training import Shape
-from evenhand.experiment import Experiment, prepare, simulate
+from evenhand.experiment import Experiment, prepare
 from evenhand.methods import method
 from evenhand.models import build
+from evenhand.running import simulate
 from evenhand.streams import stream
 
 SMALL = {"data": "digits", "clients": 6, "partition": "iid", "rounds": 20, "eval_every": 20, "lr": 0.1}

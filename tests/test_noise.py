@@ -11,7 +11,8 @@ import torch
 from evenhand.checks import EvenhandError
 from evenhand.data import Dataset, Noise, load, partition
 from evenhand.engine.checkpoint import restore, save
-from evenhand.experiment import Experiment, load_runs, prepare, simulate
+from evenhand.experiment import Experiment, prepare
+from evenhand.running import load_runs, simulate
 
 DIGITS = load("digits")
 SMALL = {"data": "digits", "clients": 6, "rounds": 4, "eval_every": 4, "sampling.participation": 0.5}

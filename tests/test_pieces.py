@@ -1,4 +1,4 @@
-"""A comparison in pieces, in processes of this machine (over a Ray cluster: flower/test_ray.py)."""
+"""Runs and comparisons in pieces, in processes of this machine (over a Ray cluster: flower/test_ray.py)."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from evenhand.callbacks import Callback
 from evenhand.checks import EvenhandError
 from evenhand.comparison import compare, load_comparison, resume_comparison
 from evenhand.experiment import Experiment
+from evenhand.folders import Diverged
 from evenhand.methods import method
 from evenhand.pieces import pieces_of
 from evenhand.processes import side_by_side, threads_each
@@ -66,6 +67,28 @@ def test_in_memory_alone(as_many_threads):
         assert beside.runs[label][0].partition is not None
         for name, tensor in runs[0].model.items():
             assert torch.equal(beside.runs[label][0].model[name], tensor)
+
+
+@pytest.mark.usefixtures("as_many_threads")
+def test_seeds_of_one_run_side_by_side(tmp_path):
+    beside = eh.simulate(method="even", out=tmp_path / "beside", jobs=2, **SMALL)
+    in_turn = eh.simulate(method="even", out=tmp_path / "in-turn", **SMALL)
+    assert contents(tmp_path / "beside") == contents(tmp_path / "in-turn")
+    assert beside.summary() == in_turn.summary()
+    assert eh.resume(tmp_path / "beside").summary() == beside.summary()
+    with pytest.raises(EvenhandError, match="holds a finished run"):
+        eh.simulate(method="even", out=tmp_path / "beside", jobs=2, **SMALL)
+    assert eh.simulate(method="even", jobs=2, **SMALL).summary() == beside.summary()
+
+
+def test_a_run_whose_seeds_diverge_side_by_side_says_what_one_in_turn_says(tmp_path):
+    said = []
+    for jobs in (1, 2):
+        with pytest.raises(Diverged) as error:
+            eh.simulate(method="fedavg", lr=1e30, out=tmp_path / str(jobs), jobs=jobs, **SMALL)
+        said.append(str(error.value).replace(str(tmp_path / str(jobs)), "the folder"))
+        assert (tmp_path / str(jobs) / "diverged.json").is_file()
+    assert said[0] == said[1]
 
 
 def test_one_that_diverges_does_not_take_the_others_with_it(tmp_path):
@@ -173,3 +196,6 @@ def _load(name: str) -> None:
 def test_what_cannot_be_is_refused(given, said):
     with pytest.raises(EvenhandError, match=said):
         eh.compare("fedavg", "even", **given, **SMALL)
+    if "engine" not in given:
+        with pytest.raises(EvenhandError, match=said):
+            eh.simulate(**given, **SMALL)

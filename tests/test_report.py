@@ -19,7 +19,7 @@ from evenhand import EvenhandError, compare, simulate
 from evenhand.cli import app
 from evenhand.commands import compare_command, run_command
 from evenhand.comparison import load_comparison, side_by_side
-from evenhand.experiment import Experiment, load_runs
+from evenhand.experiment import Experiment
 from evenhand.methods import method
 from evenhand.report import COMPARISON_FIGURES, RUN_FIGURES, comparison_page, figures_of, run_page
 from evenhand.report.charts import Client, cloud_chart, histogram, pareto_front
@@ -27,6 +27,7 @@ from evenhand.report.colours import DARK, LIGHT, SERIES
 from evenhand.report.run_figures import shares_of
 from evenhand.report.svg import Axis, Point, apart
 from evenhand.report.words import at_the_end, headline, make_up
+from evenhand.running import load_runs
 from evenhand.terminal import blocks
 
 SMALL = {"clients": 12, "rounds": 12, "eval_every": 4, "batch_size": 16}
@@ -391,7 +392,7 @@ def test_without_the_library_the_way_to_get_it_is_named(compared, command, monke
 )
 def test_the_command_of_a_run_repeats_it(settings, monkeypatch):
     chosen, seen = Experiment().with_settings(settings), []
-    monkeypatch.setattr("evenhand.experiment.simulate", lambda experiment, **_: seen.append(experiment) or 1 / 0)
+    monkeypatch.setattr("evenhand.running.simulate", lambda experiment, **_: seen.append(experiment) or 1 / 0)
     words = shlex.split(run_command(chosen))
     CliRunner().invoke(app, [*words[1:], "--out", "nowhere"])
     assert seen == [chosen]

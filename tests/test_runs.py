@@ -21,10 +21,11 @@ from pages import checked
 from evenhand import storage
 from evenhand.checks import EvenhandError
 from evenhand.comparison import Comparison, compare, load_comparison, resume_comparison
-from evenhand.experiment import Experiment, load_runs, load_toml, resume, simulate
+from evenhand.experiment import Experiment, load_toml
 from evenhand.fairness import MEASURES
 from evenhand.folders import CURRENT, PREVIOUS, Diverged, Interrupted, RunFolder, file_name, new_folder
 from evenhand.methods import method
+from evenhand.running import load_runs, resume, simulate
 from evenhand.toml import read_value, to_toml
 
 SMALL = {"clients": 12, "rounds": 12, "eval_every": 4, "batch_size": 16, "seeds": 2}
@@ -181,7 +182,8 @@ KILLER = """
 import os, random, signal, sys, time
 import torch
 torch.set_num_threads(1)
-from evenhand.experiment import Experiment, resume, simulate
+from evenhand.experiment import Experiment
+from evenhand.running import resume, simulate
 from evenhand.folders import RunFolder
 
 folder, settings, patience = RunFolder(sys.argv[1]), eval(sys.argv[2]), random.Random(int(sys.argv[3]))

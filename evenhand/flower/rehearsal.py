@@ -29,11 +29,11 @@ from types import TracebackType
 from typing import IO, Any
 
 from evenhand.checks import EvenhandError
-from evenhand.experiment import load_runs
 from evenhand.flower.deployment import Deployment
 from evenhand.flower.keys import LOOPBACK, certificates, node_key
 from evenhand.flower.launch import flower_command, submit
 from evenhand.folders import RunFolder
+from evenhand.running import load_runs
 from evenhand.runs import Runs
 
 CONNECTION = "rehearsal"

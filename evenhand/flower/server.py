@@ -20,12 +20,12 @@ from evenhand.checks import EvenhandError
 from evenhand.data import Partition, Split
 from evenhand.engine.rounds import Settings
 from evenhand.engine.training import Shape
-from evenhand.experiment import play
 from evenhand.flower.deployment import Deployment
 from evenhand.flower.roster import Roster
 from evenhand.flower.site import ROW, ROWS, SEED, WIDEST
 from evenhand.flower.strategy import FairStrategy
 from evenhand.folders import CURRENT, NEWEST, PREVIOUS, Recorder, RunFolder, new_folder
+from evenhand.running import play
 from evenhand.runs import Runs
 from evenhand.tables import text_table
 

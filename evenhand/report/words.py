@@ -73,7 +73,8 @@ def headline(runs: Runs, baseline: Runs | None) -> str:
 
 def baseline_of(runs: Runs) -> Runs | None:
     """A finished FedAvg run of the same setting that lies beside this one, as in the folder of a comparison."""
-    from evenhand.experiment import load_runs, load_toml
+    from evenhand.experiment import load_toml
+    from evenhand.running import load_runs
 
     if runs.folder is None or runs.experiment.method.name == BASELINE:
         return None

@@ -17,8 +17,8 @@ from typing import Any
 
 from evenhand.checks import EvenhandError, near_miss
 from evenhand.comparison import folder_names, load_comparison, read_description
-from evenhand.experiment import load_runs
 from evenhand.folders import CLIENTS, COMPARISON, DIVERGED, REPORT, ROUNDS, SUMMARY, ComparisonFolder, RunFolder
+from evenhand.running import load_runs
 from evenhand.runs import Runs
 
 WAITING, RUNNING, ENDED, TROUBLE = "waiting", "running", "ended", "trouble"

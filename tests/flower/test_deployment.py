@@ -15,10 +15,10 @@ import torch
 from flowing import GROUPS, InProcessGrid, grid_of, small
 
 from evenhand.checks import EvenhandError
-from evenhand.experiment import load_runs, simulate
 from evenhand.flower import Deployment, site_client
 from evenhand.flower.deployment import write_files
 from evenhand.flower.server import federate
+from evenhand.running import load_runs, simulate
 
 ARRAYS = {"rounds": 2, "clients": 3, "schema": {"shape": [4], "classes": 3}, "sampling": {"participation": 1.0}}
 TABLE = """

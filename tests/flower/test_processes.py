@@ -24,11 +24,11 @@ pytest.importorskip("flwr", reason="needs Flower: pip install 'evenhand[flower]'
 import torch
 from flowing import GROUPS, small
 
-from evenhand.experiment import load_runs, simulate
 from evenhand.flower.deployment import Deployment, Waiting, write_files
 from evenhand.flower.keys import node_key
 from evenhand.flower.rehearsal import Rehearsal, tail
 from evenhand.folders import RunFolder
+from evenhand.running import load_runs, simulate
 
 pytestmark = [
     pytest.mark.xdist_group("processes"),  # one federation for all of them

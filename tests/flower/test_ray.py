@@ -87,8 +87,9 @@ def test_flowers_simulation_engine_runs_the_app_to_the_simulators_model(tmp_path
     import torch
     from flowing import small
 
-    from evenhand.experiment import load_runs, replace, simulate
+    from evenhand.experiment import replace
     from evenhand.flower import Deployment
+    from evenhand.running import load_runs, simulate
 
     experiment = small("fedlf", clients=3, rounds=2, participation=1.0)
     (tmp_path / "deployment.toml").write_text(Deployment(experiment).to_toml())
