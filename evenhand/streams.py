@@ -17,7 +17,7 @@ STREAMS = {
     "shuffles": 10,
     "noise": 11,
     "correction": 12,
-    "tuning": 12,
+    "tuning": 13,
 }
 
 

@@ -24,7 +24,7 @@ from evenhand.experiment import Experiment, prepare
 from evenhand.methods import method
 from evenhand.models import build
 from evenhand.running import simulate
-from evenhand.streams import stream
+from evenhand.streams import STREAMS, stream
 
 TOLERANCE = 2e-5  # relative to the models' length, after a round of local training in float32
 
@@ -136,6 +136,10 @@ def test_every_program_trains_as_torch_does(case, kind):
         found, measured = trained(program, module, SIZES, work, **more)
         torch.testing.assert_close(measured, said, rtol=1e-5, atol=1e-6)
         assert torch.linalg.norm(found - expected) <= TOLERANCE * torch.linalg.norm(expected), program.name
+
+
+def test_no_two_purposes_share_their_random_numbers():
+    assert len(set(STREAMS.values())) == len(STREAMS)
 
 
 def test_each_client_can_have_a_learning_rate_of_its_own():
