@@ -207,6 +207,24 @@ def table(device: str, rounds: int) -> None:
         print(f"| {label} | {1e3 * min(times[label, 0]):.1f} | {1e3 * min(times[label, 1]):.1f} |")
 
 
+def unequal_table(device: str, rounds: int) -> None:
+    """Clients with very different amounts of data: the longest works for several times as long as most."""
+    dataset, _ = workload()
+    parted = partition(dataset, "dir:0.1", clients=100, seed=0)
+    rows: dict[str, list[Callable[[], float]]] = {
+        "plain PyTorch loop": [
+            lambda batch=batch: plain_loop(dataset, parted, batch, rounds, device) for batch in (50, None)
+        ]
+    }
+    for name in ("fedavg", "fedlf"):
+        made = [simulation(dataset, parted, name, batch, device=device) for batch in (50, None)]
+        rows[f"evenhand, {name}"] = [lambda one=one: ours(one, rounds, device) for one in made]
+    print("\n| unequal clients (dir:0.1) | batches of 50, ms | full batch, ms |\n|---|---|---|")
+    for label, both in rows.items():
+        cells = [f"{1e3 * min(measure() for _ in range(3)):.1f}" for measure in both]
+        print(f"| {label} | {' | '.join(cells)} |", flush=True)
+
+
 def long_table(device: str, rounds: int) -> None:
     dataset, parted = workload()
     whole = 100 if device == "cpu" else 3000
@@ -236,6 +254,7 @@ def main() -> None:
     for device in devices(arguments.device):
         print(provenance(device))
         table(device, arguments.rounds)
+        unequal_table(device, arguments.rounds)
         if arguments.long:
             long_table(device, arguments.rounds)
 

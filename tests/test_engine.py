@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.func import functional_call
 
@@ -120,7 +123,9 @@ WORKS = {
 
 @pytest.mark.parametrize("case", WORKS)
 @pytest.mark.parametrize("kind", ["mlp", "logistic", "convolution"])
-def test_every_program_trains_as_torch_does(case, kind):
+@pytest.mark.parametrize("padded", [1.0, math.inf])
+def test_every_program_trains_as_torch_does(case, kind, padded, monkeypatch):
+    monkeypatch.setattr("evenhand.engine.training.PADDED", padded)  # in pieces, or with the padding
     work, more = WORKS[case]
     if kind == "convolution":
         torch.manual_seed(0)
@@ -200,6 +205,33 @@ def test_what_rounds_of_equal_clients_share_is_not_written_to(case, program):
     assert after.shares is before.shares
     for one, other in zip(kept, (after.weights, after.shares), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.integers(1, 60), min_size=1, max_size=9),
+    st.sampled_from([None, 1, 7, 16]),
+    st.floats(0.1, 3.0),
+    st.integers(0, 2**31),
+)
+def test_pieces_hold_every_sample_once_and_little_else(sizes, batch_size, epochs, seed):
+    managed = np.random.default_rng(seed).uniform(0.05, epochs, len(sizes))
+    samples = cohort_of(sizes)[2]
+    steps = plan(samples, epochs=managed, batch_size=batch_size, rng=stream(0, "batches"))
+    batches = Batches.of(steps, torch.device("cpu"))
+    seen = torch.zeros_like(batches.weights)
+    for pieces in batches.pieces(batches.weights[:, : batches.steps]):
+        assert all(set(after.rows) <= set(before.rows) for before, after in itertools.pairwise(pieces))
+        assert [piece.steps.start for piece in pieces] == [0, *(piece.steps.stop for piece in pieces[:-1])]
+        for piece in pieces:
+            own, rows = batches.only(piece), torch.tensor(piece.rows)
+            assert own.weights.shape == (len(rows), own.steps, piece.width)
+            assert (own.weights[:, :, 0] > 0).all()  # every row moves at every step
+            assert torch.equal(own.indices, batches.indices[rows, piece.steps, : piece.width])
+            widths = (batches.weights[rows] > 0).sum(2).amax(1)
+            assert widths.min() >= 0.7 * widths.max()
+            seen[rows, piece.steps, : piece.width] += own.weights
+    assert torch.equal(seen, batches.weights)
 
 
 def test_joined_plans_keep_each_cohort_as_it_was():
@@ -579,7 +611,7 @@ def test_what_a_graph_would_replay_is_the_round(name):
 @pytest.mark.parametrize("name", ["fedavg", "even", "fedprox", "fedfa:client_momentum=0.9", "fedcka", "ditto"])
 @pytest.mark.parametrize("epochs", [1, 3])
 def test_long_rounds_are_played_in_stretches(name, epochs, monkeypatch):
-    settings = {"partition": "dir:0.5", "work.epochs": epochs, "work.batch_size": 4, "seeds": [0, 1]}
+    settings = {"partition": "dir:0.5", "work.epochs": epochs, "work.batch_size": 4, "work.lr": 0.01, "seeds": [0, 1]}
     plain, stretched = simulation_of(name, **settings), simulation_of(name, **settings)
     monkeypatch.setattr(worker, "LONGEST", 16)
     stretched.worker.replayed, stretched.together = Replayed(), True

@@ -8,10 +8,11 @@ epoch is always there in full, so that every client's loss at the received model
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ Floats32 = np.ndarray[Any, np.dtype[np.float32]]
 OPTIONAL = ("labels", "partners", "blend")
 ARRAYS = ("indices", "weights", "shares", *OPTIONAL)
 SHARED = ("weights", "shares")  # the same in every round where all clients have as much data
+FILLED = 0.7  # rows that have at least so much of the widest one's samples are as wide
 ALIGNED = 256  # bytes: where the pieces of a transfer begin
 
 
@@ -221,6 +223,14 @@ def filled_up(steps: Plan, unit: int) -> Plan:
     return replace(steps, **named, steps=-(-steps.steps // unit) * unit)
 
 
+class Piece(NamedTuple):
+    """Some rows at some steps, and how many samples a batch has at most there."""
+
+    rows: list[int]
+    steps: slice
+    width: int
+
+
 @dataclass(frozen=True)
 class Batches:
     """A plan on the device where it is carried out."""
@@ -260,6 +270,32 @@ class Batches:
                 piece = tensor[:, start : min(start + count, self.steps)]
                 found[name] = functional.pad(piece, (0, 0, 0, count - piece.shape[1]))
         given: dict[str, Any] = {**found, "shares": found["weights"], "steps": count, "steady": False, "whole": False}
+        return replace(self, **given)
+
+    def pieces(self, weights: Tensor) -> Iterator[list[Piece]]:
+        """Rows that are about as wide, and of each such group what is not padding, by these weights of the samples.
+
+        Pieces of a group follow each other, each with as many of its rows as still move, the longest ones first.
+        """
+        real = weights > 0
+        lengths, widths = real.any(2).sum(1).tolist(), real.sum(2).amax(1).tolist()
+        groups: list[list[int]] = []
+        for row in sorted(range(len(lengths)), key=lambda row: (-widths[row], -lengths[row])):
+            if groups and widths[row] >= FILLED * widths[groups[-1][0]]:
+                groups[-1].append(row)
+            elif widths[row]:
+                groups.append([row])
+        for group in groups:
+            group.sort(key=lambda row: -lengths[row])
+            edges = itertools.pairwise(sorted({0, *(lengths[row] for row in group)}))
+            moving = [([row for row in group if lengths[row] > start], start, stop) for start, stop in edges]
+            yield [Piece(rows, slice(start, stop), max(widths[row] for row in rows)) for rows, start, stop in moving]
+
+    def only(self, piece: Piece) -> Batches:
+        """A piece of it, in which every row moves at every step."""
+        rows = torch.tensor(piece.rows)
+        cut = {name: tensor[rows, piece.steps, : piece.width] for name, tensor in self.tensors().items()}
+        given: dict[str, Any] = {**cut, "steps": piece.steps.stop - piece.steps.start, "steady": True}
         return replace(self, **given)
 
     def part(self, rows: slice | Tensor) -> Batches:

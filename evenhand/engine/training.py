@@ -26,6 +26,7 @@ AT_ONCE = 8192  # samples of a feed-forward network measured at once
 AT_ONCE_LARGE = {"cpu": 256, "cuda": 1024}  # of others, whose activations may be large
 STREAMS = 16  # rows of the sequential program that a GPU works on at the same time
 MEMORY = 64.0  # samples of a cell that its mean probability remembers
+PADDED = 1.2  # times the real samples: batches with more places than that are cut into pieces
 GATHERED = 256 << 20  # bytes of a round's samples that are gathered ahead of the steps
 
 
@@ -195,7 +196,7 @@ class Columns:
         """Those that are there."""
         return {name: column for name, column in vars(self).items() if column is not None}
 
-    def part(self, rows: slice) -> Columns:
+    def part(self, rows: slice | Tensor) -> Columns:
         return Columns(**{name: column[rows] for name, column in self.named().items()})
 
 
@@ -281,7 +282,8 @@ class Local:
         grouped = updates.view(len(models), -1, self.shape.total)
         grouped.copy_(models.unsqueeze(1).expand_as(grouped))
         received = updates.clone() if columns.looks_back else None
-        samples = self._samples(batches)
+        uneven = self._uneven(batches, batches.weights, columns)
+        samples = None if uneven else self._samples(batches)
         seen_plainly = not self.program.random and batches.partners is None
         first = batches.whole and seen_plainly and batches.steps > 0  # its scores are the received model's
         side = Side(models.device)
@@ -289,8 +291,12 @@ class Local:
             measured = None
             if measuring and not first:
                 measured = self.measure(models, batches, samples)
+        scores = updates.new_empty(0)
         if isinstance(self.program, Sequential) and models.is_cuda:
             scores = self._train_side_by_side(updates, received, batches, columns)
+        elif samples is None:
+            seen = self._train_in_pieces(updates, received, batches, columns)
+            measured = seen if first else measured
         else:
             scores = self._train(updates, received, batches, samples, columns)
         torch.sub(models.unsqueeze(1), grouped, out=grouped)
@@ -314,11 +320,16 @@ class Local:
 
         velocity: of momentum, where it comes from steps before and is wanted for steps to come.
         """
-        self._train(rows, received, batches, self._samples(batches), columns, velocity)
+        if self._uneven(batches, batches.weights, columns):
+            self._train_in_pieces(rows, received, batches, columns, velocity)
+        else:
+            self._train(rows, received, batches, self._samples(batches), columns, velocity)
 
     @_precisely
     def measure(self, models: Tensor, batches: Batches, samples: Callable[[slice], Tensor] | None = None) -> Tensor:
         """Mean loss and accuracy of models on each row's own training data (2 x rows, float64)."""
+        if samples is None and len(models) in (1, len(batches.shares)) and self._uneven(batches, batches.shares):
+            return self._measure_in_pieces(models, batches)
         samples = samples or self._samples(batches)
         rows, steps, batch = batches.shares.shape
         tensors = self.shape.views(models)
@@ -425,6 +436,66 @@ class Local:
             if followed is not None and self.cells is not None and step + 1 < batches.steps:
                 followed.see(scores, self._cells(index, wanted), counts > 0)
         return first
+
+    def _uneven(self, batches: Batches, weights: Tensor, columns: Columns | None = None) -> bool:
+        """Whether so much of the batches is padding that a CPU does better to leave it out.
+
+        Not where anything but models goes from step to step, or samples are mixed.
+        """
+        if weights.is_cuda or batches.partners is not None or (columns is not None and columns.tables is not None):
+            return False
+        real = weights > 0
+        filled, longest, widest = (int(count) for count in (real.sum(), real.any(2).sum(1).max(), real.sum(2).max()))
+        return len(weights) * longest * widest > PADDED * filled
+
+    def _train_in_pieces(
+        self,
+        rows: Tensor,
+        received: Tensor | None,
+        batches: Batches,
+        columns: Columns,
+        velocity: Tensor | None = None,
+    ) -> Tensor:
+        """All local steps, in place, of rows with different amounts of data: no row waits for another.
+
+        Returns mean loss and accuracy before the first step, where that shows every row all its data.
+        """
+        measured = torch.zeros(2, len(rows), dtype=torch.float64)
+        for pieces in batches.pieces(batches.weights[:, : batches.steps]):
+            group = torch.tensor(pieces[0].rows)
+            here, told = rows[group], columns.part(group)
+            past = None if received is None else received[group]
+            speed = (
+                None if columns.momentum is None else torch.zeros_like(here) if velocity is None else velocity[group]
+            )
+            for piece in pieces:
+                moving, own = slice(0, len(piece.rows)), batches.only(piece)
+                scores = self._train(
+                    here[moving],
+                    None if past is None else past[moving],
+                    own,
+                    self._samples(own),
+                    told.part(moving),
+                    None if speed is None else speed[moving],
+                )
+                if batches.whole and piece.steps.start == 0:
+                    wanted = self._wanted(own, slice(0, 1)).flatten(1)
+                    measured[:, piece.rows] = _means(scores, wanted, own.shares.flatten(1))
+            rows[group] = here
+            if velocity is not None and speed is not None:
+                velocity[group] = speed
+        return measured
+
+    def _measure_in_pieces(self, models: Tensor, batches: Batches) -> Tensor:
+        """As `measure`, of rows with different amounts of data."""
+        total = torch.zeros(2, len(batches.shares), dtype=torch.float64)
+        for pieces in batches.pieces(batches.shares):
+            for piece in pieces:
+                group = torch.tensor(piece.rows)
+                own = models if len(models) == 1 else models[group]
+                part = batches.only(piece)
+                total[:, group] += self.measure(own, part, self._samples(part))
+        return total
 
     def _leaning(
         self, columns: Columns, followed: Following | None, index: Tensor, wanted: Tensor, weights: Tensor
