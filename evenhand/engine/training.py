@@ -461,22 +461,23 @@ class Local:
         Returns mean loss and accuracy before the first step, where that shows every row all its data.
         """
         measured = torch.zeros(2, len(rows), dtype=torch.float64)
+        if isinstance(self.program, Sequential) and len(rows) > 1:  # which gains nothing by rows at once
+            for row in range(len(rows)):
+                one = slice(row, row + 1)
+                past, speed = _some(received, one), _some(velocity, one)
+                found = self._train_in_pieces(rows[one], past, batches.part(one), columns.part(one), speed)
+                measured[:, one] = found
+            return measured
         for pieces in batches.pieces(batches.weights[:, : batches.steps]):
             group = torch.tensor(pieces[0].rows)
-            here, told = rows[group], columns.part(group)
-            past = None if received is None else received[group]
-            speed = (
-                None if columns.momentum is None else torch.zeros_like(here) if velocity is None else velocity[group]
-            )
+            here, told, past, speed = rows[group], columns.part(group), _some(received, group), _some(velocity, group)
+            if columns.momentum is not None and speed is None:
+                speed = torch.zeros_like(here)
             for piece in pieces:
                 moving, own = slice(0, len(piece.rows)), batches.only(piece)
+                samples, columns_here = self._samples(own), told.part(moving)
                 scores = self._train(
-                    here[moving],
-                    None if past is None else past[moving],
-                    own,
-                    self._samples(own),
-                    told.part(moving),
-                    None if speed is None else speed[moving],
+                    here[moving], _some(past, moving), own, samples, columns_here, _some(speed, moving)
                 )
                 if batches.whole and piece.steps.start == 0:
                     wanted = self._wanted(own, slice(0, 1)).flatten(1)
@@ -524,7 +525,7 @@ class Local:
             part = slice(row, row + 1)
             with sides[row % len(sides)]:
                 own = batches.part(part)
-                past = None if received is None else received[part]
+                past = _some(received, part)
                 scores.append(self._train(rows[part], past, own, self._samples(own), columns.part(part)))
         for side in sides:
             side.join()
@@ -568,6 +569,10 @@ def _mixed(
     both = share * seen + (1.0 - share) * seen[other]
     labels, weighed = torch.cat([wanted, wanted[other]], 1), torch.cat([blend * counts, (1.0 - blend) * counts], 1)
     return torch.cat([index, index[other]], 1), torch.cat([both, both], 1), labels, weighed
+
+
+def _some(rows: Tensor | None, which: slice | Tensor) -> Tensor | None:
+    return None if rows is None else rows[which]
 
 
 def _means(scores: Tensor, targets: Tensor, shares: Tensor) -> Tensor:
