@@ -230,7 +230,9 @@ def run(
     out: Out = None,
     force: Force = False,
     resume: Resume = None,
-    jobs: Annotated[int, typer.Option(metavar="N", help="Seeds at the same time, a process each.")] = 1,
+    jobs: Annotated[
+        int, typer.Option(metavar="N", help="Seeds at the same time, a process each; --resume takes one.")
+    ] = 1,
     checkpoint_every: Every = 20.0,
     log: Log = None,
     watch: Watch = False,

@@ -23,7 +23,7 @@ from evenhand.callbacks import (
     guarded,
     points,
 )
-from evenhand.checks import EvenhandError, number
+from evenhand.checks import number
 from evenhand.constraints import Cells
 from evenhand.data import Dataset
 from evenhand.experiment import Experiment, chosen_experiment, load_data, load_toml, prepare, runs_notes, runs_of
@@ -38,6 +38,7 @@ from evenhand.folders import (
     RunFolder,
 )
 from evenhand.pieces import play as play_in_pieces
+from evenhand.pieces import refuse_log
 from evenhand.runs import Run, Runs
 
 
@@ -114,10 +115,7 @@ def _side_by_side(
     jobs: int,
 ) -> Runs:
     """The seeds in processes of their own."""
-    if listeners:
-        raise EvenhandError(
-            "no log is kept by several processes; --resume FOLDER --log ... gives it all of a finished run"
-        )
+    refuse_log(listeners)
     label = chosen.method.name
     with contextlib.nullcontext() if folder is None else folder.claimed(force=force):
         try:

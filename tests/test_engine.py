@@ -17,7 +17,7 @@ from torch.func import functional_call
 
 from evenhand.checks import EvenhandError
 from evenhand.engine import worker
-from evenhand.engine.batches import Batches, Cohort, join, packed, plan, plan_together
+from evenhand.engine.batches import Batches, Cohort, join, packed, plan, plan_together, unpadded
 from evenhand.engine.choice import choose_program
 from evenhand.engine.graphs import Captured, Replayed
 from evenhand.engine.programs import Batched, FeedForward, Sequential
@@ -125,7 +125,7 @@ WORKS = {
 @pytest.mark.parametrize("kind", ["mlp", "logistic", "convolution"])
 @pytest.mark.parametrize("padded", [1.0, math.inf])
 def test_every_program_trains_as_torch_does(case, kind, padded, monkeypatch):
-    monkeypatch.setattr("evenhand.engine.training.PADDED", padded)  # in pieces, or with the padding
+    monkeypatch.setattr("evenhand.engine.training.PADDED", padded)  # in patches, or with the padding
     work, more = WORKS[case]
     if kind == "convolution":
         torch.manual_seed(0)
@@ -214,23 +214,23 @@ def test_what_rounds_of_equal_clients_share_is_not_written_to(case, program):
     st.floats(0.1, 3.0),
     st.integers(0, 2**31),
 )
-def test_pieces_hold_every_sample_once_and_little_else(sizes, batch_size, epochs, seed):
+def test_patches_hold_every_sample_once_and_little_else(sizes, batch_size, epochs, seed):
     managed = np.random.default_rng(seed).uniform(0.05, epochs, len(sizes))
     samples = cohort_of(sizes)[2]
     steps = plan(samples, epochs=managed, batch_size=batch_size, rng=stream(0, "batches"))
     batches = Batches.of(steps, torch.device("cpu"))
     seen = torch.zeros_like(batches.weights)
-    for pieces in batches.pieces(batches.weights[:, : batches.steps]):
-        assert all(set(after.rows) <= set(before.rows) for before, after in itertools.pairwise(pieces))
-        assert [piece.steps.start for piece in pieces] == [0, *(piece.steps.stop for piece in pieces[:-1])]
-        for piece in pieces:
-            own, rows = batches.only(piece), torch.tensor(piece.rows)
-            assert own.weights.shape == (len(rows), own.steps, piece.width)
+    for patches in unpadded(batches.weights[:, : batches.steps]):
+        assert all(set(after.rows) <= set(before.rows) for before, after in itertools.pairwise(patches))
+        assert [patch.steps.start for patch in patches] == [0, *(patch.steps.stop for patch in patches[:-1])]
+        for patch in patches:
+            own, rows = batches.only(patch), torch.tensor(patch.rows)
+            assert own.weights.shape == (len(rows), own.steps, patch.width)
             assert (own.weights[:, :, 0] > 0).all()  # every row moves at every step
-            assert torch.equal(own.indices, batches.indices[rows, piece.steps, : piece.width])
+            assert torch.equal(own.indices, batches.indices[rows, patch.steps, : patch.width])
             widths = (batches.weights[rows] > 0).sum(2).amax(1)
             assert widths.min() >= 0.7 * widths.max()
-            seen[rows, piece.steps, : piece.width] += own.weights
+            seen[rows, patch.steps, : patch.width] += own.weights
     assert torch.equal(seen, batches.weights)
 
 

@@ -312,9 +312,6 @@ def lay_out(stage: Path) -> None:
     shutil.copytree(DOCS / "images", stage / "images")
     for table in DOCS.glob("results/**/*.csv"):
         _copied(table, stage)
-    for figure in DOCS.glob("results/**/*.svg"):
-        (stage / figure.relative_to(DOCS).parent).mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(figure, stage / figure.relative_to(DOCS))
 
     notebooks = sorted((ROOT / "examples").glob("*.ipynb"))
     (stage / "examples").mkdir()
@@ -355,7 +352,7 @@ def localised(text: str, path: Path, stage: Path, inside: str = "") -> str:
         real = (path.parent / target).resolve()
         if not real.exists():
             raise SystemExit(f"{path.relative_to(ROOT)} links to {target!r}, which is not there")
-        if real.is_relative_to(DOCS) and real.suffix != ".csv":
+        if real.is_relative_to(DOCS) and real.suffix not in (".csv", ".svg"):
             return os.path.relpath(real.relative_to(DOCS), here) + anchor
         name = real.relative_to(ROOT).as_posix()
         if name in MADE_OF:

@@ -223,12 +223,37 @@ def filled_up(steps: Plan, unit: int) -> Plan:
     return replace(steps, **named, steps=-(-steps.steps // unit) * unit)
 
 
-class Piece(NamedTuple):
+class Patch(NamedTuple):
     """Some rows at some steps, and how many samples a batch has at most there."""
 
     rows: list[int]
     steps: slice
     width: int
+
+
+def extents(weights: Tensor) -> tuple[list[int], list[int]]:
+    """How many steps each row takes, and how many samples its largest batch has, by the weights of the samples."""
+    real = weights > 0
+    return real.any(2).sum(1).tolist(), real.sum(2).amax(1).tolist()
+
+
+def unpadded(weights: Tensor) -> Iterator[list[Patch]]:
+    """Rows that are about as wide, and of each such group what is not padding.
+
+    Patches of a group follow each other, each with as many of its rows as still move, the longest ones first.
+    """
+    lengths, widths = extents(weights)
+    groups: list[list[int]] = []
+    for row in sorted(range(len(lengths)), key=lambda row: (-widths[row], -lengths[row])):
+        if groups and widths[row] >= FILLED * widths[groups[-1][0]]:
+            groups[-1].append(row)
+        elif widths[row]:
+            groups.append([row])
+    for group in groups:
+        group.sort(key=lambda row: -lengths[row])
+        edges = itertools.pairwise(sorted({0, *(lengths[row] for row in group)}))
+        moving = [([row for row in group if lengths[row] > start], start, stop) for start, stop in edges]
+        yield [Patch(rows, slice(start, stop), max(widths[row] for row in rows)) for rows, start, stop in moving]
 
 
 @dataclass(frozen=True)
@@ -272,30 +297,11 @@ class Batches:
         given: dict[str, Any] = {**found, "shares": found["weights"], "steps": count, "steady": False, "whole": False}
         return replace(self, **given)
 
-    def pieces(self, weights: Tensor) -> Iterator[list[Piece]]:
-        """Rows that are about as wide, and of each such group what is not padding, by these weights of the samples.
-
-        Pieces of a group follow each other, each with as many of its rows as still move, the longest ones first.
-        """
-        real = weights > 0
-        lengths, widths = real.any(2).sum(1).tolist(), real.sum(2).amax(1).tolist()
-        groups: list[list[int]] = []
-        for row in sorted(range(len(lengths)), key=lambda row: (-widths[row], -lengths[row])):
-            if groups and widths[row] >= FILLED * widths[groups[-1][0]]:
-                groups[-1].append(row)
-            elif widths[row]:
-                groups.append([row])
-        for group in groups:
-            group.sort(key=lambda row: -lengths[row])
-            edges = itertools.pairwise(sorted({0, *(lengths[row] for row in group)}))
-            moving = [([row for row in group if lengths[row] > start], start, stop) for start, stop in edges]
-            yield [Piece(rows, slice(start, stop), max(widths[row] for row in rows)) for rows, start, stop in moving]
-
-    def only(self, piece: Piece) -> Batches:
-        """A piece of it, in which every row moves at every step."""
-        rows = torch.tensor(piece.rows)
-        cut = {name: tensor[rows, piece.steps, : piece.width] for name, tensor in self.tensors().items()}
-        given: dict[str, Any] = {**cut, "steps": piece.steps.stop - piece.steps.start, "steady": True}
+    def only(self, patch: Patch) -> Batches:
+        """A patch of it, in which every row moves at every step."""
+        rows = torch.tensor(patch.rows)
+        cut = {name: tensor[rows, patch.steps, : patch.width] for name, tensor in self.tensors().items()}
+        given: dict[str, Any] = {**cut, "steps": patch.steps.stop - patch.steps.start, "steady": True}
         return replace(self, **given)
 
     def part(self, rows: slice | Tensor) -> Batches:

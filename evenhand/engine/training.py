@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from torch.func import functional_call
 from torch.nn import functional
 
 from evenhand.checks import EvenhandError, number
-from evenhand.engine.batches import Batches, Samples
+from evenhand.engine.batches import Batches, Samples, extents, unpadded
 from evenhand.engine.programs import FeedForward, Lean, Likeness, Program, Sequential, answering
 from evenhand.geometry import STRETCH
 
@@ -26,7 +27,7 @@ AT_ONCE = 8192  # samples of a feed-forward network measured at once
 AT_ONCE_LARGE = {"cpu": 256, "cuda": 1024}  # of others, whose activations may be large
 STREAMS = 16  # rows of the sequential program that a GPU works on at the same time
 MEMORY = 64.0  # samples of a cell that its mean probability remembers
-PADDED = 1.2  # times the real samples: batches with more places than that are cut into pieces
+PADDED = 1.2  # times the real samples: batches with more places than that are cut into patches
 GATHERED = 256 << 20  # bytes of a round's samples that are gathered ahead of the steps
 
 
@@ -295,7 +296,7 @@ class Local:
         if isinstance(self.program, Sequential) and models.is_cuda:
             scores = self._train_side_by_side(updates, received, batches, columns)
         elif samples is None:
-            seen = self._train_in_pieces(updates, received, batches, columns)
+            seen = self._train_in_patches(updates, received, batches, columns)
             measured = seen if first else measured
         else:
             scores = self._train(updates, received, batches, samples, columns)
@@ -321,7 +322,7 @@ class Local:
         velocity: of momentum, where it comes from steps before and is wanted for steps to come.
         """
         if self._uneven(batches, batches.weights, columns):
-            self._train_in_pieces(rows, received, batches, columns, velocity)
+            self._train_in_patches(rows, received, batches, columns, velocity)
         else:
             self._train(rows, received, batches, self._samples(batches), columns, velocity)
 
@@ -329,7 +330,7 @@ class Local:
     def measure(self, models: Tensor, batches: Batches, samples: Callable[[slice], Tensor] | None = None) -> Tensor:
         """Mean loss and accuracy of models on each row's own training data (2 x rows, float64)."""
         if samples is None and len(models) in (1, len(batches.shares)) and self._uneven(batches, batches.shares):
-            return self._measure_in_pieces(models, batches)
+            return self._measure_in_patches(models, batches)
         samples = samples or self._samples(batches)
         rows, steps, batch = batches.shares.shape
         tensors = self.shape.views(models)
@@ -444,11 +445,10 @@ class Local:
         """
         if weights.is_cuda or batches.partners is not None or (columns is not None and columns.tables is not None):
             return False
-        real = weights > 0
-        filled, longest, widest = (int(count) for count in (real.sum(), real.any(2).sum(1).max(), real.sum(2).max()))
-        return len(weights) * longest * widest > PADDED * filled
+        lengths, widths = extents(weights)
+        return len(weights) * max(lengths) * max(widths) > PADDED * int(torch.count_nonzero(weights))
 
-    def _train_in_pieces(
+    def _train_in_patches(
         self,
         rows: Tensor,
         received: Tensor | None,
@@ -465,37 +465,35 @@ class Local:
             for row in range(len(rows)):
                 one = slice(row, row + 1)
                 past, speed = _some(received, one), _some(velocity, one)
-                found = self._train_in_pieces(rows[one], past, batches.part(one), columns.part(one), speed)
+                found = self._train_in_patches(rows[one], past, batches.part(one), columns.part(one), speed)
                 measured[:, one] = found
             return measured
-        for pieces in batches.pieces(batches.weights[:, : batches.steps]):
-            group = torch.tensor(pieces[0].rows)
+        for patches in unpadded(batches.weights[:, : batches.steps]):
+            group = torch.tensor(patches[0].rows)
             here, told, past, speed = rows[group], columns.part(group), _some(received, group), _some(velocity, group)
             if columns.momentum is not None and speed is None:
                 speed = torch.zeros_like(here)
-            for piece in pieces:
-                moving, own = slice(0, len(piece.rows)), batches.only(piece)
+            for patch in patches:
+                moving, own = slice(0, len(patch.rows)), batches.only(patch)
                 samples, columns_here = self._samples(own), told.part(moving)
                 scores = self._train(
                     here[moving], _some(past, moving), own, samples, columns_here, _some(speed, moving)
                 )
-                if batches.whole and piece.steps.start == 0:
+                if batches.whole and patch.steps.start == 0:
                     wanted = self._wanted(own, slice(0, 1)).flatten(1)
-                    measured[:, piece.rows] = _means(scores, wanted, own.shares.flatten(1))
+                    measured[:, patch.rows] = _means(scores, wanted, own.shares.flatten(1))
             rows[group] = here
             if velocity is not None and speed is not None:
                 velocity[group] = speed
         return measured
 
-    def _measure_in_pieces(self, models: Tensor, batches: Batches) -> Tensor:
+    def _measure_in_patches(self, models: Tensor, batches: Batches) -> Tensor:
         """As `measure`, of rows with different amounts of data."""
         total = torch.zeros(2, len(batches.shares), dtype=torch.float64)
-        for pieces in batches.pieces(batches.shares):
-            for piece in pieces:
-                group = torch.tensor(piece.rows)
-                own = models if len(models) == 1 else models[group]
-                part = batches.only(piece)
-                total[:, group] += self.measure(own, part, self._samples(part))
+        for patch in itertools.chain.from_iterable(unpadded(batches.shares)):
+            part = batches.only(patch)
+            own = models if len(models) == 1 else models[patch.rows]
+            total[:, patch.rows] += self.measure(own, part, self._samples(part))
         return total
 
     def _leaning(
