@@ -98,18 +98,19 @@ def play(
     found = _over_ray(pieces, dataset, chosen) if jobs is None else side_by_side(work_on, pieces, jobs)
     runs: dict[str, Runs] = {}
     diverged: dict[str, Outcome] = {}
-    gathered: dict[str, list[Outcome]] = {label: [] for label in methods}
+    gathered: dict[str, dict[int, Outcome]] = {label: {} for label in methods}
     for piece, outcome in found:
         label = piece.label
-        gathered[label].append(outcome)
-        done = [run for one in gathered[label] for run in one.runs]
+        gathered[label][chosen.seeds.index(piece.seeds[0])] = outcome
+        outcomes = [one for _, one in sorted(gathered[label].items())]  # in the order of the seeds, not of arrival
+        done = [run for one in outcomes for run in one.runs]
         if progress is not None and done:
             reached = chosen.rounds * len(done) // len(chosen.seeds)
             progress(Status(label, reached, chosen.rounds, [run.evaluations[-1] for run in done]))
-        if len(gathered[label]) < sum(other.label == label for other in pieces):
+        if len(outcomes) < sum(other.label == label for other in pieces):
             continue
         recorder = _begun(replace(chosen, method=methods[label]), places[label], dataset, label)
-        ends = [one for one in gathered[label] if not one.runs]
+        ends = [one for one in outcomes if not one.runs]
         if ends:  # the seeds of a method end together, with the first of them that diverges
             diverged[label] = first = min(ends, key=lambda one: one.diverged)
             if recorder.folder is not None:
@@ -117,7 +118,10 @@ def play(
                     write_json(recorder.folder.path / DIVERGED, {"round": first.diverged, "why": first.why})
         else:
             runs[label] = _together(replace(chosen, method=methods[label]), recorder, done)
-    return {label: runs[label] for label in methods if label in runs}, diverged
+    return (
+        {label: runs[label] for label in methods if label in runs},
+        {label: diverged[label] for label in methods if label in diverged},
+    )
 
 
 def _begun(one: Experiment, place: RunFolder | None, dataset: Dataset, label: str) -> Recorder:

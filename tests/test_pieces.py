@@ -15,13 +15,13 @@ import pytest
 import torch
 
 import evenhand as eh
+from evenhand import pieces
 from evenhand.callbacks import Callback
 from evenhand.checks import EvenhandError
 from evenhand.comparison import compare, load_comparison, resume_comparison
 from evenhand.experiment import Experiment
 from evenhand.folders import Diverged
 from evenhand.methods import method
-from evenhand.pieces import pieces_of
 from evenhand.processes import side_by_side, threads_each
 
 SMALL = {"data": "digits", "clients": 5, "rounds": 3, "eval_every": 2, "seeds": 3, "device": "cpu"}
@@ -81,8 +81,13 @@ def test_seeds_of_one_run_side_by_side(tmp_path):
     assert eh.simulate(method="even", jobs=2, **SMALL).summary() == beside.summary()
 
 
-def test_a_run_whose_seeds_diverge_side_by_side_says_what_one_in_turn_says(tmp_path):
+@pytest.mark.parametrize("backwards", [False, True])
+def test_a_run_whose_seeds_diverge_side_by_side_says_what_one_in_turn_says(tmp_path, monkeypatch, backwards):
+    def arriving(*args):
+        return sorted(side_by_side(*args), key=lambda found: found[0].seeds, reverse=backwards)
+
     said = []
+    monkeypatch.setattr(pieces, "side_by_side", arriving)
     for jobs in (1, 2):
         with pytest.raises(Diverged) as error:
             eh.simulate(method="fedavg", lr=1e30, out=tmp_path / str(jobs), jobs=jobs, **SMALL)
@@ -117,13 +122,13 @@ def test_what_was_cut_short_goes_on(tmp_path, as_many_threads):
 def test_on_a_gpu_seeds_stay_together_where_all_jobs_have_work_anyway(monkeypatch):
     chosen = Experiment().with_settings({"seeds": 5})
     methods = {name: method(name) for name in ("fedavg", "fedfv", "even")}
-    assert [len(piece.seeds) for piece in pieces_of(chosen, methods, 2)] == [1] * 15
-    assert [len(piece.seeds) for piece in pieces_of(chosen, methods)] == [1] * 15
+    assert [len(piece.seeds) for piece in pieces.pieces_of(chosen, methods, 2)] == [1] * 15
+    assert [len(piece.seeds) for piece in pieces.pieces_of(chosen, methods)] == [1] * 15
     monkeypatch.setattr(Experiment, "torch_device", lambda self: torch.device("cuda"))
-    assert [len(piece.seeds) for piece in pieces_of(chosen, methods, 3)] == [5, 5, 5]
-    assert [len(piece.seeds) for piece in pieces_of(chosen, methods, 8)] == [2, 2, 1] * 3
-    assert [len(piece.seeds) for piece in pieces_of(chosen, methods, 50)] == [1] * 15
-    some = pieces_of(chosen, methods, 8)
+    assert [len(piece.seeds) for piece in pieces.pieces_of(chosen, methods, 3)] == [5, 5, 5]
+    assert [len(piece.seeds) for piece in pieces.pieces_of(chosen, methods, 8)] == [2, 2, 1] * 3
+    assert [len(piece.seeds) for piece in pieces.pieces_of(chosen, methods, 50)] == [1] * 15
+    some = pieces.pieces_of(chosen, methods, 8)
     assert {(piece.label, seed) for piece in some for seed in piece.seeds} == {
         (name, seed) for name in methods for seed in range(5)
     }
