@@ -1,9 +1,12 @@
 """One thread a test process, as the tests are many, small and run side by side; and commands as a person gives them."""
 
+import signal
+
 import pytest
 import torch
 
 torch.set_num_threads(1)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores Ctrl-C, and so do its own
 
 collect_ignore = ["flower/quick"]  # for processes of Flower's, not for this one
 

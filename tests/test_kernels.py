@@ -133,14 +133,15 @@ def test_the_fused_program_gives_autograds_gradients(name, shape, options, sampl
     inputs, weights = drawn(3, samples, *shape), torch.full((3, samples), 1.0 / samples, device=DEVICE)
     targets = torch.arange(3 * samples, device=DEVICE).view(3, samples) % 10
     expected, said = Batched(module).gradients(layout.views(rows.double()), inputs.double(), targets, weights.double())
-    for precision, tolerance in (("float32", 2e-3), ("tf32", 1e-1)):
+    for precision, tolerance in (("float32", 2e-3), ("tf32", 5e-3)):
         program = Fused(module, DEVICE, precision)
         with arithmetic(precision):
+            library, plain = Batched(module).gradients(layout.views(rows), inputs, targets, weights)
             found, scores = program.gradients(layout.views(rows), inputs, targets, weights)
             moved = rows.clone()
             program.step(layout.views(moved), inputs, targets, weights)
-        assert torch.linalg.norm(scores - said) <= tolerance * torch.linalg.norm(said)
-        for one, other in zip(found, expected, strict=True):
-            assert torch.linalg.vector_norm(one - other) <= tolerance * torch.linalg.vector_norm(other)
+        for one, same, exact in zip((*found, scores), (*library, plain), (*expected, said), strict=True):
+            allowed = tolerance * torch.linalg.vector_norm(exact) + 3.0 * torch.linalg.vector_norm(same - exact)
+            assert torch.linalg.vector_norm(one - exact) <= allowed  # the library's own error, and a little
         for view, start, gradient in zip(layout.views(moved).values(), layout.views(rows).values(), found, strict=True):
             torch.testing.assert_close(view, start - gradient)

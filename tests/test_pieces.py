@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from alive import gone
 
 import evenhand as eh
 from evenhand import pieces
@@ -155,14 +156,10 @@ def test_ctrl_c_ends_all_processes_and_says_how_to_go_on(tmp_path):
         command.send_signal(signal.SIGINT)
         assert command.stderr is not None
         said = command.stderr.read()
-        assert command.wait(30) == 130
+        assert command.wait(60) == 130
     assert "stopped; what is finished is kept, and evenhand compare --resume cut runs the rest" in said
     assert workers
-    for _ in range(50):
-        if not any(Path(f"/proc/{worker}").exists() for worker in workers):
-            return
-        time.sleep(0.1)
-    pytest.fail("a process goes on")
+    assert gone(workers, seconds=30), "a process goes on"
 
 
 def workers_of(parent: int) -> list[int]:

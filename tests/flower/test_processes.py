@@ -22,6 +22,7 @@ import pytest
 pytest.importorskip("flwr", reason="needs Flower: pip install 'evenhand[flower]'")
 
 import torch
+from alive import gone
 from flowing import GROUPS, small
 
 from evenhand.flower.deployment import Deployment, Waiting, write_files
@@ -260,15 +261,7 @@ def kill(numbers) -> None:
     for number in numbers:
         with contextlib.suppress(ProcessLookupError):
             os.kill(number, signal.SIGKILL)
-    deadline = time.monotonic() + 30
-    while any(alive(number) for number in numbers) and time.monotonic() < deadline:
-        time.sleep(0.05)
-
-
-def alive(number) -> bool:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
+    assert gone(numbers, seconds=30)
 
 
 def await_rounds(out, count) -> None:
