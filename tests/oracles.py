@@ -528,42 +528,42 @@ def adafed(updates, losses, gamma, length="paper", normalise=False, present=None
     return rescale(direction, np.linalg.norm(np.mean(updates[:present], axis=0)), weights @ norms_of(orthogonal))
 
 
-def even(updates, losses, gamma, ridge, present=None, least=1e-3, blur=1.0, layers=None, level=False, older=0.0):
-    """even: per layer the shortest d with u_k . d >= b_k, shortfalls s_k paid for by s_k^2 / ridge_k.
+def even(updates, losses, gamma, ridge, present=None, least=1e-3, blur=1.0, layers=None, level=False, recall=1.0):
+    """even: per layer the shortest d with u_k . d >= b_k, shortfalls s_k paid for by |s|^2 / ridge.
 
-    ridge_k is `ridge`, and `older` (one number a row) more.
+    Of the absent ones' b_k counts the share `recall`.
 
-    With z = (d, s / sqrt(ridge)) it is the shortest z with [u_k, sqrt(ridge_k) e_k] z >= b_k: least distance
+    With z = (d, s / sqrt(ridge)) it is the shortest z with [u_k, sqrt(ridge) e_k] z >= b_k: least distance
     programming, which Lawson and Hanson (chapter 23) turn into one non-negative least squares problem. It lies along
     the nearest point of a hull, whose length counts, times the mean length of the layer's parts; the whole is as long
     as the present clients' mean.
     """
     if max(losses) == 0:
         return np.zeros(updates.shape[1])
-    asked = np.maximum((np.asarray(losses) / max(losses)) ** gamma, least)
     present, whole, start = present or len(updates), [], 0
-    ridges = np.append(ridge + np.zeros(len(updates)) + older, ridge)  # the last one is the levelling row's
+    shares = np.where(np.arange(len(updates)) < present, 1.0, recall)
+    asked = np.maximum(shares * (np.asarray(losses) / max(losses)) ** gamma, least)
     for size in layers or [updates.shape[1]]:
         parts, start = updates[:, start : start + size], start + size
-        whole.append(_even_layer(parts, np.asarray(losses), asked, ridges, present, blur, level))
+        whole.append(_even_layer(parts, np.asarray(losses), asked, ridge, present, blur, level))
     direction = np.concatenate(whole)
     return rescale(direction, np.linalg.norm(np.mean(updates[:present], axis=0)), 0.0)
 
 
-def _even_layer(parts, losses, asked, ridges, present, blur, level):
+def _even_layer(parts, losses, asked, ridge, present, blur, level):
     rows = [k for k in range(len(parts)) if np.linalg.norm(parts[k]) > 0]
     if not rows:
         return np.zeros(parts.shape[1])
     lengths = np.linalg.norm(parts, axis=1)
     units = [parts[k] / lengths[k] for k in rows]
-    asked, paid = list(asked[rows]), ridges[rows]
+    asked = list(asked[rows])
     if level and np.ptp(losses[:present]) > 0:
         cosine = losses[:present].sum() / np.sqrt(present) / np.linalg.norm(losses[:present])
         slopes = cosine * losses[:present] / np.linalg.norm(losses[:present]) - 1 / np.sqrt(present)
         pull = sum(slopes[k] * parts[k] / lengths[k] for k in rows if k < present)
         if np.linalg.norm(pull) > 1e-9 * np.abs(slopes).sum():
-            units, asked, paid = [*units, pull / np.linalg.norm(pull)], [*asked, 1.0], np.append(paid, ridges[-1])
-    extended = np.hstack([units, np.diag(np.sqrt(paid))])
+            units, asked = [*units, pull / np.linalg.norm(pull)], [*asked, 1.0]
+    extended = np.hstack([units, np.sqrt(ridge) * np.eye(len(units))])
     system = np.vstack([extended.T, asked])
     goal = np.append(np.zeros(extended.shape[1]), 1.0)
     weights, _ = scipy.optimize.nnls(system, goal, maxiter=300 * len(units))

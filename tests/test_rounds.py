@@ -72,7 +72,7 @@ def test_fedmdfg_carries_expected_losses_and_last_rounds_clients(seed, absent):
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("absent", ["last:2", "expected"])
-@pytest.mark.parametrize("name", ["even", "even:fading=0.3", "adafed", "fedmgda+"])
+@pytest.mark.parametrize("name", ["even", "even:recall=0.3", "even:recall=0", "adafed", "fedmgda+"])
 def test_any_row_based_rule_can_remember_absent_clients(seed, absent, name):
     def oracle(updates, losses, clients, index, memory, _):
         memory = {} if memory is None else memory
@@ -81,9 +81,8 @@ def test_any_row_based_rule_can_remember_absent_clients(seed, absent, name):
         rows, known = np.vstack([updates, past]), np.append(losses, [record["loss"] for record in records])
         after = oracles.remember(memory, updates, losses, clients, index)
         if name.startswith("even"):
-            ages = np.append(np.zeros(len(updates)), [record["age"] for record in records])
-            older = 0.3 * ages if "fading" in name else 0.0
-            return oracles.even(rows, known, 0.5, 0.01, present=len(updates), level=True, older=older), after
+            share = float(name.partition("recall=")[2] or 1)
+            return oracles.even(rows, known, 0.5, 0.01, present=len(updates), level=True, recall=share), after
         if name == "adafed":
             return oracles.adafed(rows, known, 1.0, "mean", present=len(updates)), after
         return oracles.fedmgda_plus(updates, 1.0, np.full(len(updates), 1 / len(updates)), past), after
@@ -93,15 +92,24 @@ def test_any_row_based_rule_can_remember_absent_clients(seed, absent, name):
     assert max(out.diagnostics.ages.max() for out in outcomes) >= 2
 
 
-@pytest.mark.parametrize("level", [True, False])
-def test_updates_that_fade_at_once_are_no_memory(level):
-    fading = forgetting = None
-    for index, clients, updates, losses, _ in rounds(0):
-        given = {"losses": losses, "clients": clients, "round": index, "gamma": 0.0, "level": level}
-        fading = eh.aggregate("even", updates, state=fading and fading.state, fading=1e12, **given)
-        forgetting = eh.aggregate("even", updates, state=forgetting and forgetting.state, absent="off", **given)
-        agree(fading.update, forgetting.update, 1e-6)
-    assert len(fading.diagnostics.ages) > len(updates)
+def test_absent_clients_who_only_want_no_harm_are_heard_where_it_would_be_done_alone():
+    rng, here = np.random.default_rng(0), {"losses": [1.0, 2.0], "clients": ["a", "b"], "round": 1, "ridge": 0.0}
+    updates = rng.uniform(0.5, 1.0, (2, 20))
+    before = {
+        "agrees": rng.uniform(0.5, 1.0, 20),
+        "disagrees": updates.mean(0) * np.where(np.arange(20) < 12, -1.0, 1.0),
+    }
+    alone = eh.aggregate("even", updates, absent="off", **here).update
+    for name, row in before.items():
+        known = eh.aggregate("even", row[None], losses=[2.0], clients=["c"], round=0).state
+        found = {recall: eh.aggregate("even", updates, state=known, recall=recall, **here) for recall in (0.0, 1.0)}
+        for out in found.values():
+            assert out.update @ row > 0.0
+        if name == "agrees":
+            agree(found[0.0].update, alone, 1e-9)
+        else:
+            assert alone @ row < 0.0
+            assert np.linalg.norm(found[0.0].update - alone) < np.linalg.norm(found[1.0].update - alone)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -9,8 +9,8 @@ free:
 Its dual is a min-norm point: d = sum_k w_k u_k / b_k, where w on the simplex minimises |d|^2 + ridge |w / b|^2.
 This d is short where clients disagree; it counts as much as the layer's mean length, and all of them together get the
 length of the mean update. A larger ridge listens more to what many clients say alike; without one d goes against nobody
-in any layer. `fading` makes the ridge of a remembered update grow with its age, so that it counts the less the more the
-model has moved since.
+in any layer. Of a remembered client's b_k counts the share `recall`: what it said was said of an older model, and at 0
+it asks that its loss does not rise, no more.
 
 The model to use is the mean of recent ones (server step `recent`): a round's model has just been taught by its own
 cohort, the mean by about everybody.
@@ -52,7 +52,7 @@ class Even(Rule):
     ridge: float = 0.01  # 0: against nobody; larger: nearer to the mean of unit updates, weighed by the losses
     layerwise: bool = True  # a problem for every layer; false: one for the whole model
     level: bool = True  # pull the present clients' losses level
-    fading: float = 0.0  # added to the ridge of a remembered update for every round of its age
+    recall: float = 1.0  # of its fall a remembered client asks for this share; 0: that its loss does not rise
     absent: str = "expected"  # memory of absent clients: off, last:TAU or expected
 
     name: ClassVar[str] = "even"
@@ -71,7 +71,7 @@ class Even(Rule):
     def __post_init__(self) -> None:
         number("gamma", self.gamma, low=0.0)
         number("ridge", self.ridge, low=0.0)
-        number("fading", self.fading, low=0.0)
+        number("recall", self.recall, low=0.0, high=1.0)
         flag("layerwise", self.layerwise)
         flag("level", self.level)
         check_absent(self.absent)
@@ -81,7 +81,9 @@ class Even(Rule):
         largest = losses.max()
         if largest == 0.0:
             return Weights(np.zeros(round.rows), notes=("every loss is zero: the update is zero",))
-        falls = np.maximum((losses / largest) ** self.gamma, LEAST)
+        falls = (losses / largest) ** self.gamma
+        falls[round.present :] *= self.recall
+        falls = np.maximum(falls, LEAST)
         pull = towards_equality(losses[: round.present]) if self.level else None
         grams = round.gram if self.layerwise else round.total[None]
         rows, notes = zip(*(self._direction(gram, falls, pull, round) for gram in grams), strict=True)
@@ -98,15 +100,14 @@ class Even(Rule):
         coefficients, level = np.zeros(len(gram)), None
         if not len(moving):
             return coefficients, "a layer stands still"
-        scale = unit(norms) / falls
+        scale, asked = unit(norms) / falls, falls[moving]
         if pull is not None:
             level = coefficients.copy()
             level[:present] = pull * unit(norms[:present])
             length = combined_length(gram, level, round.resolution)
             level = None if length == 0.0 else level / length
         hull = hull_of(gram, moving, scale, level)
-        ridge = (self.ridge + self.fading * round.ages[moving]) / falls[moving] ** 2
-        hull[np.diag_indices(len(hull))] += ridge if level is None else np.append(ridge, self.ridge)
+        hull[np.diag_indices(len(hull))] += self.ridge / (asked if level is None else np.append(asked, 1.0)) ** 2
         solved = min_norm(hull)
         coefficients[moving] = solved.weights[: len(moving)] * scale[moving]
         if level is not None:

@@ -23,7 +23,10 @@ PARTS = {
 
 
 def table(file: str, row: str, columns: tuple[str, str], order: Sequence[str] = ()) -> None:
-    """A line a row and a column a part, "mean / worst 10%", ± the spread over the seeds; - where nothing was run."""
+    """A line a row and a column a part, "mean / worst 10%", ± the spread over the seeds; - where nothing was run.
+
+    Runs that diverged have no numbers; they are counted.
+    """
     with (HERE / file).open(newline="", encoding="utf-8") as lines:
         runs = list(csv.DictReader(lines))
     found: dict[tuple[str, str], list[dict[str, str]]] = defaultdict(list)
@@ -37,22 +40,26 @@ def table(file: str, row: str, columns: tuple[str, str], order: Sequence[str] = 
             if (name, part) not in found:
                 cells.append("-")
                 continue
-            means = [[100 * float(run[column]) for run in found[name, part]] for column in columns]
-            cells.append(" / ".join(f"{mean(values):.1f} ± {stdev(values):.1f}" for values in means))
+            ended = [run for run in found[name, part] if run[columns[0]]]
+            means = [[100 * float(run[column]) for run in ended] for column in columns]
+            lost = len(found[name, part]) - len(ended)
+            spread = [f" ± {stdev(values):.1f}" if len(values) > 1 else "" for values in means]
+            told = " / ".join(f"{mean(values):.1f}{more}" for values, more in zip(means, spread, strict=True))
+            cells.append(told + (f" ({lost} diverged)" if lost else ""))
         print(f"| {name} | {' | '.join(cells)} |")
     print()
 
 
-def differences(file: str, row: str) -> None:
+def differences(file: str, column: str, row: str) -> None:
     """What `row` has more than each other row, over all set-ups and seeds that both have (paired t-test)."""
     with (HERE / file).open(newline="", encoding="utf-8") as lines:
-        runs = {(run["row"], run["part"], run["seed"]): run for run in csv.DictReader(lines)}
+        runs = {(run[column], run["part"], run["seed"]): run for run in csv.DictReader(lines) if run["mean"]}
     print(f"| {row} less | pairs | mean | p | worst 10% | p |\n|---|---|---|---|---|---|")
     for other in dict.fromkeys(name for name, _, _ in runs if name != row):
         pairs = [(runs[row, *key], run) for (name, *key), run in runs.items() if name == other and (row, *key) in runs]
         cells = []
-        for column in ("mean", "worst:10"):
-            more = [100 * (float(a[column]) - float(b[column])) for a, b in pairs]
+        for measure in ("mean", "worst:10"):
+            more = [100 * (float(a[measure]) - float(b[measure])) for a, b in pairs]
             cells.append(f"{mean(more):+.2f} | {ttest_1samp(more, 0.0).pvalue:.4f}")
         print(f"| {other} | {len(pairs)} | {' | '.join(cells)} |")
 
@@ -60,7 +67,8 @@ def differences(file: str, row: str) -> None:
 if __name__ == "__main__":
     table("trial.csv", "setting", ("late_mean", "late_worst:10"))
     table("first_form.csv", "row", ("mean", "worst:10"))
-    table("fading.csv", "setting", ("mean", "worst:10"))
+    table("memory.csv", "setting", ("mean", "worst:10"))
     rows = [entry.name for entry in find_recipe("even/ablation").rows]
     table("../even-ablation/results.csv", "row", ("mean", "worst:10"), rows)
-    differences("../even-ablation/results.csv", "even")
+    differences("../even-ablation/results.csv", "row", "even")
+    differences("memory.csv", "setting", "even")
