@@ -60,7 +60,7 @@ def line_chart(
     low, high = span(everything, floor, ceiling)
     named = 1 < len(lines) <= NAMED
     names = [shortened(line.name, NAME) for line in lines]
-    margin = RIGHT + (max(map(len, names)) * LETTER + 6 if named else 0)
+    margin = RIGHT + (max(map(len, names)) * WIDE_LETTER + 10 if named else 0)
     x = Axis(0.0, max([float(line.x.max()) for line in lines if len(line.x)] + [1.0]), LEFT, WIDTH - margin)
     y = Axis(low, high, HEIGHT - BOTTOM, TOP)
     parts = [*grid(x, y, x_title, y_title, least=least)]

@@ -11,7 +11,7 @@ from evenhand.report.svg import HEIGHT, STYLE, WIDTH, dashed
 
 ACROSS = 2
 GAP, EDGE, LINE = 24, 20, 20
-LETTER = 7.0
+LETTER = 8.5  # width, of names with many capitals too
 FONT = 'font-family="system-ui, Segoe UI, Roboto, Helvetica Neue, Arial, sans-serif"'
 
 
