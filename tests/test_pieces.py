@@ -156,10 +156,10 @@ def test_ctrl_c_ends_all_processes_and_says_how_to_go_on(tmp_path):
         command.send_signal(signal.SIGINT)
         assert command.stderr is not None
         said = command.stderr.read()
-        assert command.wait(60) == 130
+        assert command.wait(30) == 130
     assert "stopped; what is finished is kept, and evenhand compare --resume cut runs the rest" in said
     assert workers
-    assert gone(workers, seconds=30), "a process goes on"
+    assert gone(workers, seconds=5), "a process goes on"
 
 
 def workers_of(parent: int) -> list[int]:

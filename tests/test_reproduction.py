@@ -391,7 +391,7 @@ def test_workers_do_not_outlive_a_killed_command(tmp_path):
             command.kill()
             pytest.skip("no /proc to look at")
         command.kill()
-    assert gone([worker], seconds=30), "the worker goes on"
+    assert gone([worker], seconds=10), "the worker goes on"
 
 
 def test_files_without_the_machine_are_read_and_completed(tiny, tmp_path):
