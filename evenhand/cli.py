@@ -149,7 +149,7 @@ def settings(
     lr: Annotated[float | None, typer.Option("--lr", metavar="X", help="The clients' learning rate [0.1].")] = None,
     seeds: Annotated[
         str | None,
-        typer.Option(metavar="SEEDS", help="How many (5: 0 to 4), or which: 3,7 (a single one: 7,) [1; compare: 5]."),
+        typer.Option(metavar="N|N,N", help="How many (5: 0 to 4), or which: 3,7 (a single one: 7,) [1; compare: 5]."),
     ] = None,
     eval_every: Annotated[
         int | None, typer.Option(metavar="N", help="Rounds between evaluations of all clients [10].")
@@ -546,12 +546,12 @@ def recipes(data_dir: DataDir = None, as_json: Json = False) -> None:
 def reproduce(
     name: Annotated[str, typer.Argument(help="A table or figure (evenhand recipes), or a .toml file of your own.")],
     rounds: Annotated[int | None, typer.Option(metavar="N", help="Fewer rounds than the paper's.")] = None,
-    seeds: Annotated[str | None, typer.Option(metavar="SEEDS", help="How many of the table's, or which: 3,7.")] = None,
+    seeds: Annotated[str | None, typer.Option(metavar="N|N,N", help="How many of the table's, or which: 3,7.")] = None,
     only: Annotated[
-        list[str] | None, typer.Option(metavar="ROW", help="Only rows whose name begins like this. Repeatable.")
+        list[str] | None, typer.Option(metavar="NAME", help="Only rows whose name begins like this. Repeatable.")
     ] = None,
     part: Annotated[
-        list[str] | None, typer.Option(metavar="PART", help="Only parts whose name begins like this. Repeatable.")
+        list[str] | None, typer.Option(metavar="NAME", help="Only parts whose name begins like this. Repeatable.")
     ] = None,
     on: Annotated[bool, typer.Option("--quirks", help="Only as the published code does it.")] = False,
     off: Annotated[bool, typer.Option("--no-quirks", help="Only as the paper says it.")] = False,

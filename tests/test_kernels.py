@@ -114,6 +114,18 @@ def test_pooled_convolutions(side, channels, outputs, size, padding, relu):
     near(kernels.images_back(error, winner, given[1], given[0].shape, **how), x.grad)
 
 
+def in_float64(module, layout, rows, inputs, targets, weights) -> list[torch.Tensor]:
+    """Gradients and scores."""
+    views = layout.views(rows.double())
+    found, scores = Batched(module).gradients(views, inputs.double(), targets, weights.double())
+    return [*found, scores]
+
+
+def shaken(given: torch.Tensor, by: float) -> torch.Tensor:
+    """Every number off by such a share, more or less."""
+    return given.double() * (1.0 + by * drawn(*given.shape))
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize(
     ("name", "shape", "options"),
@@ -132,16 +144,18 @@ def test_the_fused_program_gives_autograds_gradients(name, shape, options, sampl
     rows = layout.flat(module).to(DEVICE).repeat(3, 1)
     inputs, weights = drawn(3, samples, *shape), torch.full((3, samples), 1.0 / samples, device=DEVICE)
     targets = torch.arange(3 * samples, device=DEVICE).view(3, samples) % 10
-    expected, said = Batched(module).gradients(layout.views(rows.double()), inputs.double(), targets, weights.double())
-    for precision, tolerance in (("float32", 2e-3), ("tf32", 5e-3)):
+    exact = in_float64(module, layout, rows, inputs, targets, weights)
+    for precision, rounding in (("float32", 1e-5), ("tf32", 2.0**-11)):
         program = Fused(module, DEVICE, precision)
         with arithmetic(precision):
-            library, plain = Batched(module).gradients(layout.views(rows), inputs, targets, weights)
             found, scores = program.gradients(layout.views(rows), inputs, targets, weights)
             moved = rows.clone()
             program.step(layout.views(moved), inputs, targets, weights)
-        for one, same, exact in zip((*found, scores), (*library, plain), (*expected, said), strict=True):
-            allowed = tolerance * torch.linalg.vector_norm(exact) + 3.0 * torch.linalg.vector_norm(same - exact)
-            assert torch.linalg.vector_norm(one - exact) <= allowed  # the library's own error, and a little
+        # Rounding decides which of two nearly equal pixels wins, and whether a unit close to zero is on: as far as that
+        # moves the exact gradients, a right one may be off.
+        nudged = in_float64(module, layout, *(shaken(given, rounding) for given in (rows, inputs)), targets, weights)
+        for one, right, other in zip((*found, scores), exact, nudged, strict=True):
+            allowed = 2e-3 * torch.linalg.vector_norm(right) + 3.0 * torch.linalg.vector_norm(other - right)
+            assert torch.linalg.vector_norm(one - right) <= allowed
         for view, start, gradient in zip(layout.views(moved).values(), layout.views(rows).values(), found, strict=True):
             torch.testing.assert_close(view, start - gradient)

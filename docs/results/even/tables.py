@@ -40,7 +40,7 @@ def table(file: str, row: str, columns: tuple[str, str], order: Sequence[str] = 
             if (name, part) not in found:
                 cells.append("-")
                 continue
-            ended = [run for run in found[name, part] if run[columns[0]]]
+            ended = [run for run in found[name, part] if run[columns[0]] != "nan"]
             means = [[100 * float(run[column]) for run in ended] for column in columns]
             lost = len(found[name, part]) - len(ended)
             spread = [f" ± {stdev(values):.1f}" if len(values) > 1 else "" for values in means]
@@ -53,7 +53,7 @@ def table(file: str, row: str, columns: tuple[str, str], order: Sequence[str] = 
 def differences(file: str, column: str, row: str) -> None:
     """What `row` has more than each other row, over all set-ups and seeds that both have (paired t-test)."""
     with (HERE / file).open(newline="", encoding="utf-8") as lines:
-        runs = {(run[column], run["part"], run["seed"]): run for run in csv.DictReader(lines) if run["mean"]}
+        runs = {(run[column], run["part"], run["seed"]): run for run in csv.DictReader(lines) if run["mean"] != "nan"}
     print(f"| {row} less | pairs | mean | p | worst 10% | p |\n|---|---|---|---|---|---|")
     for other in dict.fromkeys(name for name, _, _ in runs if name != row):
         pairs = [(runs[row, *key], run) for (name, *key), run in runs.items() if name == other and (row, *key) in runs]
@@ -67,8 +67,7 @@ def differences(file: str, column: str, row: str) -> None:
 if __name__ == "__main__":
     table("trial.csv", "setting", ("late_mean", "late_worst:10"))
     table("first_form.csv", "row", ("mean", "worst:10"))
-    table("memory.csv", "setting", ("mean", "worst:10"))
-    rows = [entry.name for entry in find_recipe("even/ablation").rows]
-    table("../even-ablation/results.csv", "row", ("mean", "worst:10"), rows)
-    differences("../even-ablation/results.csv", "row", "even")
-    differences("memory.csv", "setting", "even")
+    for recipe in ("ablation", "memory"):
+        rows = [entry.name for entry in find_recipe(f"even/{recipe}").rows]
+        table(f"../even-{recipe}/results.csv", "row", ("mean", "worst:10"), rows)
+        differences(f"../even-{recipe}/results.csv", "row", "even")
