@@ -287,9 +287,10 @@ class Runner:
         for group in groups.values():
             missing = [seed for seed in seeds if (group[0].digest, seed) not in self.results]
             # A CPU plays replicas one after another anyway: small programs leave finished rows behind sooner.
-            most = 1 if group[0].experiment.torch_device().type == "cpu" else min(self.together, share)
-            for some in _batched(missing, most if most > 1 else len(missing)):
-                for few in _batched(group, max(1, most // len(some))):
+            alone = group[0].experiment.torch_device().type == "cpu"
+            most = share if alone else min(self.together, share)
+            for some in _batched(missing, most):
+                for few in _batched(group, 1 if alone else max(1, most // len(some))):
                     yield Program(replace(few[0].experiment, seeds=tuple(some)), list(few))
 
     # ---- the CSV files

@@ -15,7 +15,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-typer = pytest.importorskip("typer")
+pytest.importorskip("typer")
+
+from typer.main import get_command
 
 from evenhand import __version__, cli
 from evenhand.experiment import load_toml
@@ -40,7 +42,7 @@ def test_every_command_explains_itself(evenhand, command):
 
 def test_no_option_is_described_by_its_own_name():
     """typer 0.27 would take the description for the option, so that --seeds became --SEEDS."""
-    commands = typer.main.get_command(cli.app).commands.values()
+    commands = get_command(cli.app).commands.values()
     options = [option for command in commands for option in command.params if option.param_type_name == "option"]
     assert len(options) > 100
     assert not [option.opts for option in options if (option.metavar or "").lower() == option.name]

@@ -294,6 +294,22 @@ def test_several_processes_find_the_same(tiny, tmp_path):
         reproduce(tiny, jobs=0)
 
 
+def test_the_seeds_of_a_single_row_are_shared_out(tiny, tmp_path):
+    bars: dict[str, int] = {}
+    found = reproduce(
+        tiny,
+        only=["FedAvg"],
+        quirks="off",
+        seeds=[0, 1, 2],
+        jobs=2,
+        out=tmp_path,
+        device="cpu",
+        progress=lambda status: bars.update({status.label: status.rounds}),
+    )
+    assert found.ran == 3
+    assert bars == {"2 programs, 2 at a time": 2}
+
+
 def test_it_is_what_compare_finds(tiny):
     found = reproduce(tiny, only=["FedAvg"], quirks="off")
     settings = {"data": "digits", "partition": "pat:2", "clients": 10, "model": "logistic", "rounds": 3, "lr": 0.1}
