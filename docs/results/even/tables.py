@@ -62,6 +62,7 @@ def differences(file: str, column: str, row: str) -> None:
             more = [100 * (float(a[measure]) - float(b[measure])) for a, b in pairs]
             cells.append(f"{mean(more):+.2f} | {ttest_1samp(more, 0.0).pvalue:.4f}")
         print(f"| {other} | {len(pairs)} | {' | '.join(cells)} |")
+    print()
 
 
 if __name__ == "__main__":
