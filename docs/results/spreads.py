@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import evenhand as eh
+from evenhand.reproduction import WITHIN
 
 SMALL = 0.005
 
@@ -18,12 +19,12 @@ SMALL = 0.005
 def main(name: str) -> None:
     found = eh.reproduce(name, out=Path(__file__).parent / name.replace("/", "-"), stored=True)
     cells = [cell for _, _, cell in found.cells(True) if cell.paper is not None and cell.spread is not None]
-    off = [cell for cell in cells if cell.spreads_off is not None and abs(cell.spreads_off) > 2.0]
+    off = [cell for cell in cells if not cell.within]
     small = [cell for cell in off if cell.spread is not None and cell.spread <= SMALL]
     both = [
         cell
         for cell in cells
-        if abs(cell.mean - (cell.paper or 0.0)) <= 2.0 * math.hypot(cell.spread or 0.0, cell.own_spread or 0.0)
+        if abs(cell.mean - (cell.paper or 0.0)) <= WITHIN * math.hypot(cell.spread or 0.0, cell.own_spread or 0.0)
     ]
     print(f"{len(cells) - len(off)} of {len(cells)} within two of the paper's spreads")
     print(f"{len(small)} of the other {len(off)} have a published spread of {SMALL} or less")

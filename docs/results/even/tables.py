@@ -50,10 +50,10 @@ def table(file: str, row: str, columns: tuple[str, str], order: Sequence[str] = 
     print()
 
 
-def differences(file: str, column: str, row: str) -> None:
+def differences(file: str, row: str) -> None:
     """What `row` has more than each other row, over all set-ups and seeds that both have (paired t-test)."""
     with (HERE / file).open(newline="", encoding="utf-8") as lines:
-        runs = {(run[column], run["part"], run["seed"]): run for run in csv.DictReader(lines) if run["mean"] != "nan"}
+        runs = {(run["row"], run["part"], run["seed"]): run for run in csv.DictReader(lines) if run["mean"] != "nan"}
     print(f"| {row} less | pairs | mean | p | worst 10% | p |\n|---|---|---|---|---|---|")
     for other in dict.fromkeys(name for name, _, _ in runs if name != row):
         pairs = [(runs[row, *key], run) for (name, *key), run in runs.items() if name == other and (row, *key) in runs]
@@ -71,4 +71,4 @@ if __name__ == "__main__":
     for recipe in ("ablation", "memory"):
         rows = [entry.name for entry in find_recipe(f"even/{recipe}").rows]
         table(f"../even-{recipe}/results.csv", "row", ("mean", "worst:10"), rows)
-        differences(f"../even-{recipe}/results.csv", "row", "even")
+        differences(f"../even-{recipe}/results.csv", "even")
