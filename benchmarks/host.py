@@ -40,17 +40,22 @@ def measure(name: str, seeds: int, busy: float, rounds: int) -> float:
 
     def train(*given: Any) -> tuple[Tensor, ...]:
         nonlocal until
-        then = given[-1]
+        models, then, beside = given[0], *given[-2:]
         until = max(until, perf_counter()) + busy
-        return (updates, measured) if then is None else (updates, measured, then(updates))
+        return (updates, measured, *(() if then is None else then(updates, measured, models, **beside)))
+
+    def asked(self: geometry.Awaited, *given: Any) -> None:
+        asking(self, *given)
+        due[id(self)] = until
 
     def arrived(self: geometry.Awaited) -> list[geometry.Floats]:
-        time.sleep(max(0.0, until - perf_counter()))
+        time.sleep(max(0.0, due.pop(id(self)) - perf_counter()))
         return plainly(self)
 
-    plainly = geometry.Awaited.numpy
+    due: dict[int, float] = {}  # when the device has what is awaited
+    asking, plainly = geometry.Awaited.__init__, geometry.Awaited.numpy
     made.worker.round = train  # type: ignore[method-assign, assignment]  # both for the measurement alone
-    geometry.Awaited.numpy = arrived  # type: ignore[method-assign]
+    geometry.Awaited.__init__, geometry.Awaited.numpy = asked, arrived  # type: ignore[method-assign]
     try:
         made.run(until=64)
         best = float("inf")
@@ -59,7 +64,7 @@ def measure(name: str, seeds: int, busy: float, rounds: int) -> float:
             made.run(until=made.round + rounds)
             best = min(best, (perf_counter() - start) / rounds)
     finally:
-        geometry.Awaited.numpy = plainly  # type: ignore[method-assign]
+        geometry.Awaited.__init__, geometry.Awaited.numpy = asking, plainly  # type: ignore[method-assign]
     return best
 
 

@@ -4,10 +4,10 @@
 round, one epoch of batches of 50 (and one full-batch step), lr 0.1. Milliseconds a round without evaluation: the
 quietest of five passes over all rows, each the mean of its rounds.
 
-    python benchmarks/simulation.py [--device cpu|cuda] [--rounds 30] [--long]
+    python benchmarks/simulation.py [--device cpu|cuda] [--rounds 30] [--long] [--only fedavg]
 
 Without --device all devices that are there are measured. --long adds whole runs (3,000 rounds, on a CPU 100),
-a convolutional network and a million registered clients. peers.py measures other frameworks on the same workload.
+a convolutional network and a million registered clients. --only leaves rows of other methods out. peers.py measures other frameworks on the same workload.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def population(clients: int, name: str, device: str, rounds: int) -> float:
     return ours(simulation(dataset, parted, name, 4, 1, device, model="logistic", cohort=100), rounds, device)
 
 
-def table(device: str, rounds: int) -> None:
+def table(device: str, rounds: int, only: str = "") -> None:
     """Every row in several passes, and the quietest pass of each: machines have slow minutes."""
     dataset, parted = workload()
     kinds: dict[str, dict[str, object]] = {f"evenhand, {name}": {"name": name} for name in [*METHODS, *GROUPED]}
@@ -193,7 +193,10 @@ def table(device: str, rounds: int) -> None:
             lambda count, batch=batch: plain_loop(dataset, parted, batch, count, device) for batch in (50, None)
         ],
     }
+    rows = {label: both for label, both in rows.items() if only in label}
     for label, kind in kinds.items():
+        if only not in label:
+            continue
         made = [simulation(dataset, parted, batch=batch, device=device, **kind) for batch in (50, None)]
         rows[label] = [lambda count, one=one: ours(one, count, device) for one in made]
     times: dict[tuple[str, int], list[float]] = {}
@@ -225,17 +228,21 @@ def unequal_table(device: str, rounds: int) -> None:
         print(f"| {label} | {' | '.join(cells)} |", flush=True)
 
 
-def long_table(device: str, rounds: int) -> None:
+def whole_table(device: str, only: str = "") -> None:
     dataset, parted = workload()
     whole = 100 if device == "cpu" else 3000
     print("\n| whole run, evaluation of 100 clients every 10 rounds, all logged | seconds |\n|---|---|")
     for name, seeds in (("fedavg", 1), ("fedavg", 5), ("fedlf", 1), ("fedlf", 5)):
-        seconds = whole_run(dataset, parted, name, seeds, device, whole)
-        print(f"| {name}, {whole:,} rounds, {seeds} seed{'s' * (seeds > 1)} | {seconds:.1f} |", flush=True)
+        if only in name:
+            seconds = whole_run(dataset, parted, name, seeds, device, whole)
+            print(f"| {name}, {whole:,} rounds, {seeds} seed{'s' * (seeds > 1)} | {seconds:.1f} |", flush=True)
     for name in ("fedavg", "fedlf"):
-        print(
-            f"| {name}, {whole:,} rounds, 5 seeds, a process each | {apart(name, 5, device, whole):.1f} |", flush=True
-        )
+        if only in name:
+            seconds = apart(name, 5, device, whole)
+            print(f"| {name}, {whole:,} rounds, 5 seeds, a process each | {seconds:.1f} |", flush=True)
+
+
+def long_table(device: str, rounds: int) -> None:
     print("\n| convolutional network, 798k parameters | ms a round |\n|---|---|")
     for program in (*(["fused"] if device == "cuda" else []), "sequential", "batched"):
         print(f"| {program} | {1e3 * convolution(device, program, max(3, rounds // 4)):.1f} |", flush=True)
@@ -250,13 +257,17 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], help="default: all there are")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--long", action="store_true", help="whole runs, a convolutional network, a million clients")
+    parser.add_argument("--only", default="", metavar="WORD", help="rows of methods only that have this in their name")
     arguments = parser.parse_args()
     for device in devices(arguments.device):
         print(provenance(device))
-        table(device, arguments.rounds)
-        unequal_table(device, arguments.rounds)
+        table(device, arguments.rounds, arguments.only)
         if arguments.long:
-            long_table(device, arguments.rounds)
+            whole_table(device, arguments.only)
+        if not arguments.only:
+            unequal_table(device, arguments.rounds)
+            if arguments.long:
+                long_table(device, arguments.rounds)
 
 
 if __name__ == "__main__":

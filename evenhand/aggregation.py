@@ -367,6 +367,11 @@ class Weighed:
         """Blocks x rows."""
         return self.combination.coefficients
 
+    @property
+    def surprising(self) -> bool:
+        """Whether the direction is not plainly the given rows' sum by their shares: somebody is left out, say."""
+        return bool(self.excluded) or self.combination.cancels
+
     def direction(self, own: list[Tensor] | None = None) -> list[Tensor]:
         """The rows' combination by the coefficients; own: of the present rows, where it is there already."""
         precise = self.combination.cancels

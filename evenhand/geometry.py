@@ -580,12 +580,12 @@ def products(updates: Updates, past: Sequence[Updates] = ()) -> tuple[Floats, li
     return settle(updates, past, to_numpy(launch(updates, past)))
 
 
-def launch(updates: Updates, past: Sequence[Updates] = (), own: Tensor | None = None) -> list[Tensor]:
+def launch(updates: Updates, past: Sequence[Updates] = (), *, own: bool = True) -> list[Tensor]:
     """The products of `products` where they are computed, which an accelerator may not have finished yet.
 
-    own: the rows' products with each other, where they are there already.
+    own: the rows' products with each other, too.
     """
-    return [_accumulate(updates) if own is None else own, *(_accumulate(updates, rows) for rows in past)]
+    return [*([_accumulate(updates)] if own else []), *(_accumulate(updates, rows) for rows in past)]
 
 
 def settle(updates: Updates, past: Sequence[Updates], found: Sequence[Floats]) -> tuple[Floats, list[Floats]]:
@@ -593,8 +593,8 @@ def settle(updates: Updates, past: Sequence[Updates], found: Sequence[Floats]) -
     own, *rest = found
     if all(dtype == torch.float64 for dtype in updates.layout.dtypes):
         return own, rest
-    squares = np.diagonal(own, axis1=1, axis2=2)
-    if not (squares.min() > TINY and squares.max() < HUGE):
+    if not in_range(own):
+        squares = np.diagonal(own, axis1=1, axis2=2)
         doubtful = np.argwhere(~((squares > TINY) & (squares < HUGE)))
         # Not so for a true zero, NaN or Inf: float64 would find the same.
         if any(0.0 < _largest(updates, block, row) < np.inf for block, row in doubtful):
@@ -606,6 +606,12 @@ def settle(updates: Updates, past: Sequence[Updates], found: Sequence[Floats]) -
     return own, rest
 
 
+def in_range(products: Floats) -> bool:
+    """Whether float32 could hold the rows' squared lengths (..., rows, rows); not so of NaN."""
+    squares = np.diagonal(products, axis1=-2, axis2=-1)
+    return bool(squares.min() > TINY and squares.max() < HUGE)
+
+
 def to_numpy(found: Sequence[Tensor]) -> list[Floats]:
     """Float64 tensors on the CPU, from another device in one transfer."""
     if len(found) == 1 or found[0].device.type == "cpu":
@@ -615,18 +621,24 @@ def to_numpy(found: Sequence[Tensor]) -> list[Floats]:
 
 def sent(numbers: np.ndarray[Any, Any], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Numbers on a device, without waiting for what it is doing."""
-    found = torch.from_numpy(numbers).to(dtype)
-    if device.type == "cuda" and found.nbytes > STAGED:
-        found = found.pin_memory()
-    return found.to(device, non_blocking=True)
+    return moved(torch.from_numpy(numbers).to(dtype), device)
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the CPU on a device, without waiting for what it is doing."""
+    if device.type == "cuda" and tensor.nbytes > STAGED:
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 class Awaited:
     """A copy of float64 tensors on its way to the CPU, in one transfer; what is launched later is not waited for."""
 
-    def __init__(self, found: Sequence[Tensor]) -> None:
-        self._shapes = [tensor.shape for tensor in found]
-        self._joined = torch.cat([tensor.reshape(-1) for tensor in found])
+    def __init__(self, found: Sequence[Tensor], shapes: Sequence[tuple[int, ...]] | None = None) -> None:
+        """shapes: into what they are taken apart, end to end, where not into the tensors given."""
+        self._shapes = [tuple(tensor.shape) for tensor in found] if shapes is None else shapes
+        flat = [tensor.reshape(-1) for tensor in found]
+        self._joined = torch.cat(flat) if len(flat) > 1 or not flat[0].is_cuda else flat[0]
         self._arrived: Any = None
         if self._joined.is_cuda:
             there, self._joined = self._joined, torch.empty(self._joined.shape, dtype=torch.float64, pin_memory=True)
@@ -728,6 +740,14 @@ def products_within(rows: Tensor, layout: Layout, cohorts: int) -> Tensor:
             partial = torch.bmm(dense, dense.transpose(1, 2)).view(cohorts, -1, count * count)
             total += members[:, part] @ partial.double()
     return total.view(cohorts, -1, count, count)
+
+
+def summed(shares: Tensor, rows: Tensor, layout: Layout) -> Tensor:
+    """Each cohort's sum by shares that are on the device already (cohorts x rows), as `combine` would find it."""
+    with exact_products(Updates(layout, (rows,), len(rows))):
+        if len(shares) == 1:
+            return torch.mv(rows.T, shares[0]).unsqueeze(0)
+        return torch.bmm(shares.unsqueeze(1), rows.view(len(shares), -1, rows.shape[1])).squeeze(1)
 
 
 def combine_within(coefficients: Floats, rows: Tensor, layout: Layout) -> Tensor:

@@ -570,11 +570,12 @@ def _seeds(recipe: Recipe, seeds: int | Sequence[int] | None) -> tuple[int, ...]
 
 
 def _picked(recipe: Recipe, kind: str, there: Sequence[Any], only: Sequence[str]) -> list[Any]:
-    """Rows or parts by name, or by the beginning of it; all where none is asked for."""
+    """Rows or parts by name, or else by its first words, or else by its beginning; all where none is asked for."""
     picked: list[Any] = [] if only else list(there)
     for wanted in only:
-        exact = [entry for entry in there if entry.name.lower() == wanted.lower()]
-        matches = exact or [entry for entry in there if entry.name.lower().startswith(wanted.lower())]
+        begun = [entry for entry in there if entry.name.lower().startswith(wanted.lower())]
+        whole = [entry for entry in begun if not entry.name[len(wanted) : len(wanted) + 1].isalnum()]
+        matches = [entry for entry in whole if len(entry.name) == len(wanted)] or whole or begun
         if not matches:
             known = [entry.name for entry in there]
             raise EvenhandError(

@@ -42,7 +42,7 @@ Space = Mapping[str, Sequence[Any]]
 
 # What the papers that compare these methods tried (FedFV's and AdaFed's grids, mFairFL's Table S1); for even, our own.
 SPACES: dict[str, Space] = {
-    "even": {"gamma": (0.0, 0.5, 1.0, 2.0), "ridge": (0.01, 0.1, 1.0)},
+    "even": {"gamma": (0.0, 0.5, 1.0, 2.0), "ridge": (0.001, 0.01, 0.1)},
     "fedprox": {"mu": (0.001, 0.01, 0.1, 1.0)},
     "ditto": {"lam": (0.01, 0.05, 0.1, 0.5, 1.0, 2.0, 5.0)},
     "qffl": {"q": (0.001, 0.01, 0.1, 0.2, 1.0, 2.0, 5.0, 10.0)},

@@ -741,6 +741,64 @@ def test_a_round_begun_early_is_forgotten_where_the_model_was_changed():
     assert str(told(early)) == str(told(plain))
 
 
+@pytest.fixture
+def foresight(monkeypatch):
+    """What was foreseen of every round, and which rounds had to be begun again."""
+    from evenhand.engine.simulation import Simulation
+
+    kept, begin, again = {"foreseen": [], "again": []}, Simulation._begin, Simulation._begin_again
+
+    def watched(made, *given):
+        begun = begin(made, *given)
+        kept["foreseen"].append(begun.foreseen is not None)
+        return begun
+
+    def begin_again(made, begun):
+        kept["again"].append(made.round)
+        return again(made, begun)
+
+    monkeypatch.setattr(Simulation, "_begin", watched)
+    monkeypatch.setattr(Simulation, "_begin_again", begin_again)
+    return kept
+
+
+@pytest.mark.parametrize("measure", ["all", "losses", "needed"])
+@pytest.mark.parametrize("seeds", [[0], [0, 5]])
+@pytest.mark.parametrize("name", ["fedavg", "fedavg:weights=uniform", "fedprox"])
+def test_rounds_that_are_foreseen_are_the_rounds(name, seeds, measure, foresight):
+    settings = {**MANY, "seeds": seeds, "measure": measure}
+    plain, early = as_on_a_gpu(name, **settings), as_on_a_gpu(name, **settings)
+    plain._shares = lambda ready: None
+    plain.run()
+    early.run()
+    assert str(told(early)) == str(told(plain))
+    assert foresight == {"foreseen": [False] * plain.round + [True] * early.round, "again": []}
+
+
+@pytest.mark.parametrize("name", ["even", "fedfa", "fedadam", "ditto", "fedavg-f", "qffl:q=0", "fedcka"])
+def test_a_rule_that_listens_is_not_foreseen(name, foresight):
+    as_on_a_gpu(name, **(GROUPED if name == "fedavg-f" else MANY)).run()
+    assert not any(foresight["foreseen"])
+
+
+@pytest.mark.parametrize("case", ["bad client", "bad clients", "cancels", "faint"])
+@pytest.mark.parametrize("seeds", [[0], [0, 5]])
+def test_rounds_that_were_foreseen_wrongly_are_played_again(case, seeds, foresight, monkeypatch):
+    plain, early = (as_on_a_gpu("fedavg", **MANY, seeds=seeds) for _ in range(2))
+    plain._shares = lambda ready: None
+    if case.startswith("bad"):
+        client = int(plain.preparation.round(2, plain.replicas).asked[0][0])
+        for made in (plain, early):
+            own = made.replicas[0].partition.train[client]
+            made.inputs[own[:1] if case == "bad client" else own] = torch.inf
+    monkeypatch.setattr("evenhand.aggregation.CANCELLATION", 1e-9 if case == "cancels" else 1e3)
+    monkeypatch.setattr("evenhand.geometry.TINY", 1e30 if case == "faint" else 1e-28)
+    plain.run()
+    early.run()
+    assert str(told(early)) == str(told(plain))
+    assert foresight["again"]
+
+
 @pytest.mark.parametrize("settings", [{}, {"chunk": 2}, {"partition": "dir:0.3"}])
 def test_a_rule_may_ask_for_losses_after_training(settings, monkeypatch):
     import evenhand.engine.simulation as module
@@ -767,3 +825,15 @@ def test_a_rule_may_ask_for_losses_after_training(settings, monkeypatch):
         assert found[place] == pytest.approx(expected, rel=1e-4)
         assert received[place] > expected
     assert made.replicas[0].rounds[0]["losses"] == pytest.approx(received.tolist())  # the log keeps those before
+
+
+@pytest.mark.parametrize("width", [1, 2, 480, 512, 513])
+def test_the_order_of_random_numbers(width):
+    from evenhand.engine.batches import _order
+
+    keys = np.random.default_rng(width).random((7, width))
+    keys[:, 0] = np.array([0.0, 2.0**-53, 1.0 - 2.0**-53, 0.5, 0.25, 1.0, 1.0])
+    keys[-1, width // 2 :] = 1.0
+    found = _order(keys)
+    np.testing.assert_array_equal(np.sort(found), np.arange(width)[None].repeat(7, axis=0))
+    np.testing.assert_array_equal(np.take_along_axis(keys, found, axis=1), np.sort(keys))

@@ -695,3 +695,19 @@ def test_python_has_both():
     assert eh.reproduce is reproduce
     assert "fedfv/table2" in repr(eh.recipes())
     assert (FOLDER / "fedfv" / "table2.toml").is_file()
+
+
+def test_a_part_is_picked_by_its_name_its_first_words_or_its_beginning():
+    from evenhand.reproduction import _picked
+
+    recipe = find_recipe("adafed/fig3")
+    ten, hundred = recipe.parts
+    for wanted, expected in [
+        ("CIFAR-10", [ten]),
+        ("cifar-10, set", [ten]),
+        ("CIFAR-100", [hundred]),
+        ("CIFAR-100, set-up 1", [hundred]),
+        ("CIFAR", [ten, hundred]),
+        ("CIF", [ten, hundred]),
+    ]:
+        assert _picked(recipe, "part", recipe.parts, [wanted]) == expected, wanted

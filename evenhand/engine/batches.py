@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from evenhand.geometry import moved
+
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Floats32 = np.ndarray[Any, np.dtype[np.float32]]
@@ -28,6 +30,7 @@ OPTIONAL = ("labels", "partners", "blend")
 ARRAYS = ("indices", "weights", "shares", *OPTIONAL)
 SHARED = ("weights", "shares")  # the same in every round where all clients have as much data
 FILLED = 0.7  # rows that have at least so much of the widest one's samples are as wide
+PLACES = 9  # bits of a 63-bit number that random numbers of 53, and 1, leave
 ALIGNED = 256  # bytes: where the pieces of a transfer begin
 
 
@@ -167,9 +170,21 @@ def _keys(cohorts: Sequence[Cohort], shape: tuple[int, ...], batch_size: int, ep
 
 def _shuffled(padded: Indices, frame: Frame, keys: Floats) -> Indices:
     """Every row's samples in the order of their keys, padding last."""
-    order = np.argsort(keys if frame.real is None else np.where(frame.real, keys, 2.0), axis=1)
+    order = _order(keys if frame.real is None else np.where(frame.real, keys, 1.0))
     order += np.arange(0, padded.size, padded.shape[1])[:, None] if padded.size else 0
     return padded.take(order)
+
+
+def _order(keys: Floats) -> Indices:
+    """As argsort, of random numbers below 1 and ones: multiples of 2^-53, which leave room for a place beside each."""
+    width = keys.shape[1]
+    if width > 1 << PLACES:
+        return np.argsort(keys, axis=1)
+    found = (keys * 2.0 ** (53 + PLACES)).astype(np.int64)
+    found |= np.arange(width)
+    found.sort(axis=1)
+    found &= (1 << PLACES) - 1
+    return found
 
 
 def relabelled(slots: Plan, samples: Indices, labels: Indices) -> Plan:
@@ -324,7 +339,7 @@ def _sent(arrays: dict[str, np.ndarray[Any, Any]], device: torch.device) -> dict
 def packed(tensors: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     """Tensors on another device in one transfer: pieces of one buffer there."""
     if len(tensors) == 1 and device.type == "cuda":
-        return {name: tensor.pin_memory().to(device, non_blocking=True) for name, tensor in tensors.items()}
+        return {name: moved(tensor, device) for name, tensor in tensors.items()}
     sizes = [-(-tensor.nbytes // ALIGNED) * ALIGNED for tensor in tensors.values()]
     starts = np.cumsum([0, *sizes]).tolist()
     buffer = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")

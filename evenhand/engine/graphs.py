@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import gc
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import ref
@@ -32,6 +34,18 @@ class Captured:
             return False
         self.copied[name] = ref(given), given._version
         return True
+
+
+@contextmanager
+def nothing_collected() -> Iterator[None]:
+    """The end of an older graph, when its owner is garbage, would break a capture."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 class Replayed:
@@ -74,6 +88,6 @@ class Replayed:
             work(**held)  # libraries set themselves up outside the capture
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with nothing_collected(), torch.cuda.graph(graph):
             outputs = work(**held)
         return Captured(graph, held, outputs)

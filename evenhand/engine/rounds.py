@@ -132,6 +132,14 @@ class Turn:
 
 
 @dataclass(frozen=True)
+class Foreseen:
+    """The outcome of a round of rules that go by their clients' sizes, known before the clients have answered."""
+
+    directions: list[Tensor]  # of every replica
+    models: list[Tensor]
+
+
+@dataclass(frozen=True)
 class Begun:
     """A round whose clients have been set to work, which the device may not have finished."""
 
@@ -142,8 +150,8 @@ class Begun:
     told: Told | None
     measuring: bool
     turns: list[Turn]
-    under_way: list[int]  # how many inner products each replica waits for
-    found: Awaited  # what was measured, and all these
+    found: Awaited  # what was measured; each turn's inner products; those with the rows it remembers
+    foreseen: Foreseen | None = None
 
     def fits(self, index: int) -> bool:
         """Whether this is what round `index` would begin with now."""

@@ -23,10 +23,11 @@ from evenhand.engine.correction import Course, log_probabilities
 from evenhand.engine.groups import Told, cells_of, check_groups, looks_at_groups, said, sharpness, told_columns
 from evenhand.engine.preparation import Preparation
 from evenhand.engine.programs import layers_of
-from evenhand.engine.rounds import Begun, Floats, Integers, Ready, Replica, Settings, Turn, Verdict
+from evenhand.engine.rounds import Begun, Floats, Foreseen, Integers, Ready, Replica, Settings, Turn, Verdict
 from evenhand.engine.training import Columns, Local, Shape, evaluate, samples_at_once
 from evenhand.engine.wishes import (
     SEEN,
+    foreseeable,
     likeness_of,
     needs_losses,
     pace_of,
@@ -34,17 +35,19 @@ from evenhand.engine.wishes import (
     trains_personal,
     wants_trained,
 )
-from evenhand.engine.worker import Worker
+from evenhand.engine.worker import Then, Worker
 from evenhand.geometry import (
     Awaited,
     Layout,
     Updates,
     combine_within,
+    in_range,
     launch,
     products_within,
     read_updates,
     sent,
     settle,
+    summed,
     to_numpy,
 )
 from evenhand.holdings import Holdings, class_names
@@ -81,6 +84,7 @@ class Simulation:
         self._begun: Begun | None = None  # and begun before this one is written down
         self._rows: Tensor | None = None
         self._layout: Layout | None = None
+        self._held_shares: tuple[Floats, Tensor] | None = None
         self._held_columns: tuple[Tensor, dict[str, list[float]], Columns] | None = None
         self.replicas = list(replicas)
         # A GPU has room for all replicas at once, and works while this program prepares rounds and writes them down; a
@@ -179,47 +183,102 @@ class Simulation:
         for replica in replicas:
             replica.rounds[-1]["seconds"] = seconds
 
-    def _begin(self, ready: Ready) -> Begun:
-        """Set the clients of a round to work, and ask for what the server wants to know; changes no replica's model."""
+    def _begin(self, ready: Ready, received: list[Tensor] | None = None) -> Begun:
+        """Set the clients of a round to work, and ask for what the server wants to know; changes no replica's model.
+
+        received: the models that the clients get, where they are not the replicas' yet.
+        """
         replicas = ready.replicas
-        models = self._models(replicas)
+        received = [replica.model for replica in replicas] if received is None else received
+        models = self._models(received)
         measuring = self.settings.measure != "needed" or any(needs_losses(replica.method) for replica in replicas)
         told = self._tell(models[ready.owner] if len(models) > 1 and not ready.even else models, ready)
-        updates, measured, *among = self._train(models, ready, measuring and told is None, told)
+        shares = None if told is not None else self._shares(ready)
+        updates, measured, *known = self._train(models, ready, measuring and told is None, told, shares)
         turns = [self._arrived(number, updates, ready) for number in range(len(replicas))]
-        own = among[0].unbind() if among else [None] * len(replicas)
-        given = zip(turns, own, strict=True)
-        launched = [launch(turn.given, turn.past, there) if turn.kept.size else [] for turn, there in given]
-        found = Awaited([measured, *itertools.chain(*launched)])
-        received, under_way = [replica.model for replica in replicas], [len(own) for own in launched]
-        return Begun(ready, received, models, updates, told, measuring, turns, under_way, found)
+        heard = [turn for turn in turns if turn.kept.size]
+        past = [found for turn in heard for found in launch(turn.given, turn.past, own=False)]
+        if known:  # what was measured and the turns' own products, in one piece
+            own = (len(turns[0].given.layout.blocks), len(turns[0].given), len(turns[0].given))
+            shapes = [tuple(measured.shape), *[own] * len(turns), *(tuple(found.shape) for found in past)]
+            found = Awaited([known[0], *past], shapes)
+        else:
+            found = Awaited([measured, *(launch(turn.given)[0] for turn in heard), *past])
+        foreseen = None if shares is None else Foreseen(*([*made.unbind()] for made in (known[1], known[2].clone())))
+        return Begun(ready, received, models, updates, told, measuring, turns, found, foreseen)
 
     def _finish(self, begun: Begun, last: int) -> None:
-        """The server's part of a round; the next one is begun before this one is written down, where that can be."""
+        """The server's part of a round; the next one is begun before this one is written down, where that can be.
+
+        Where the outcome can be foreseen, the next one is begun before the server hears of this one.
+        """
         ready, told = begun.ready, begun.told
         self._remember(begun.models, begun.updates, ready)
         self._train_personal(begun.models, ready)
         ahead = self._known_ahead(ready.replicas)
         self._ahead = self.preparation.round(self.round + 1, ready.replicas) if ahead else None
-        (losses, right), *products = begun.found.numpy()
-        measured = told.measured if told is not None else (losses, right) if begun.measuring else None
-        trained = self._after_training(begun.models, begun.updates, ready)
-        own = iter(products)
-        verdicts = [
-            self._weigh(number, begun, list(itertools.islice(own, count)), measured, trained) if count else None
-            for number, count in enumerate(begun.under_way)
-        ]
-        outcomes = self._serve(begun, verdicts)
-        after = None
-        if self.settings.measure == "all":
-            after = Awaited([self._measure(self._models(ready.replicas), ready, slice(0, len(ready.owner)))])
-        if self._ahead is not None and self._may_begin(self._ahead, last):
-            self._begun = self._begin(self._ahead)
+        foreseen, after = begun.foreseen if ahead else None, None
+        if foreseen is not None:
+            after = self._go_on(begun, foreseen.models, last)
+        answers = begun.found.numpy()
+        if foreseen is not None and not all(map(in_range, answers[1:])):
+            begun, foreseen = self._begin_again(begun), None
+            answers = begun.found.numpy()
+        measured = told.measured if told is not None else (answers[0][0], answers[0][1]) if begun.measuring else None
+        verdicts = self._judge(begun, answers[1:], measured)
+        if foreseen is not None and any(verdict.weighed.surprising for verdict in verdicts if verdict is not None):
+            begun, foreseen = self._begin_again(begun), None
+            verdicts = self._judge(begun, begun.found.numpy()[1:], measured)
+        outcomes = self._serve(begun, verdicts, foreseen)
+        if foreseen is None:
+            after = self._go_on(begun, [replica.model for replica in ready.replicas], last)
         for number, (verdict, out) in enumerate(zip(verdicts, outcomes, strict=True)):
             self._write_down(number, begun, verdict, out)
         if after is not None and measured is not None:
             self._see_who_fell(begun, after.numpy()[0], measured[0])
         self._correct(ready.replicas)
+
+    def _go_on(self, begun: Begun, models: list[Tensor], last: int) -> Awaited | None:
+        """With the models after a round: begin the next one where that can be; the clients' losses, if wanted."""
+        after = None
+        if self.settings.measure == "all":
+            after = Awaited([self._measure(self._models(models), begun.ready, slice(0, len(begun.ready.owner)))])
+        if self._ahead is not None and self._may_begin(self._ahead, last):
+            self._begun = self._begin(self._ahead, models)
+        return after
+
+    def _begin_again(self, begun: Begun) -> Begun:
+        """A round whose outcome was not as foreseen, when the next one has taken its place on the device."""
+        self._begun = None
+        return self._begin(begun.ready)
+
+    def _shares(self, ready: Ready) -> Tensor | None:
+        """What every replica's clients will count, where their sizes decide it and all of them answer; kept."""
+        replicas = ready.replicas
+        if not (self.together and ready.alike):
+            return None
+        if not all(foreseeable(replica.method) and replica.course is None for replica in replicas):
+            return None
+        given = zip(replicas, ready.asked, strict=True)
+        sizes = [(one.method.rule, one.trained.sizes[asked].astype(np.float64)) for one, asked in given]
+        shares = np.stack([rule.shares(own) for rule, own in sizes])
+        if self._held_shares is None or not np.array_equal(self._held_shares[0], shares):
+            self._held_shares = shares, sent(shares, torch.float32, self.device)
+        return self._held_shares[1]
+
+    def _judge(
+        self, begun: Begun, products: list[Floats], measured: tuple[Floats, Floats] | None
+    ) -> list[Verdict | None]:
+        """What the rule of every replica answers; None where nobody was heard."""
+        trained = self._after_training(begun.models, begun.updates, begun.ready)
+        heard = sum(turn.kept.size > 0 for turn in begun.turns)
+        own, past = iter(products[:heard]), iter(products[heard:])
+        return [
+            self._weigh(number, begun, [next(own), *itertools.islice(past, len(turn.past))], measured, trained)
+            if turn.kept.size
+            else None
+            for number, turn in enumerate(begun.turns)
+        ]
 
     def _known_ahead(self, replicas: list[Replica]) -> bool:
         """Whether the next round's clients and batches can be prepared while the device works on this one."""
@@ -232,8 +291,8 @@ class Simulation:
         told = self.cells is not None and any(map(looks_at_groups, methods))
         return ready.round < last and len(ready.owner) > 0 and not told
 
-    def _models(self, replicas: list[Replica]) -> Tensor:
-        models = [replica.model for replica in replicas]
+    def _models(self, models: list[Tensor]) -> Tensor:
+        """As rows."""
         return models[0].unsqueeze(0) if len(models) == 1 else torch.stack(models)
 
     def _columns(self, ready: Ready, pulls: Sequence[float], told: Told | None = None) -> Columns:
@@ -289,8 +348,10 @@ class Simulation:
         replica.memo = leaning.memo
         return leaning
 
-    def _train(self, models: Tensor, ready: Ready, measuring: bool, told: Told | None) -> tuple[Tensor, ...]:
-        """Every row's update, and loss and accuracy of the model it received; the inner products where all arrive."""
+    def _train(
+        self, models: Tensor, ready: Ready, measuring: bool, told: Told | None, shares: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        """Every row's update, and loss and accuracy of the model it received; where all arrive, `_answers`."""
         rate = self.settings.work.rate(ready.round)
         columns = self._columns(ready, [pull_of(replica.method, rate) for replica in ready.replicas], told)
         columns = self._looking_back(models, ready, self._leashed(ready, columns))
@@ -298,8 +359,9 @@ class Simulation:
             self._rows = torch.empty(len(ready.owner), self.shape.total, device=self.device)  # fresh memory is slow
         if len(ready.pieces) == 1:
             received = models if ready.even else models[ready.owner]
-            then = self._products_of(len(ready.replicas)) if ready.alike else None
-            return self.worker.round(received, ready.pieces[0], columns, measuring, self._rows, then)
+            then = self._answers(len(ready.replicas)) if ready.alike else None
+            beside = {} if shares is None else {"counting": shares}
+            return self.worker.round(received, ready.pieces[0], columns, measuring, self._rows, then, beside)
         updates = torch.empty(len(ready.owner), self.shape.total, device=self.device)
         measured = torch.zeros(2, len(updates), dtype=torch.float64, device=self.device)
         for part, batches in ready.parts():
@@ -441,14 +503,26 @@ class Simulation:
         state = ready.replicas[number].state
         return Turn(given, [] if state is None else state.memory.pieces(given), kept)
 
-    def _products_of(self, replicas: int) -> Callable[[Tensor], Tensor]:
-        """The inner products of each replica's updates (replicas x layers x rows x rows)."""
+    def _answers(self, replicas: int) -> Then:
+        """What follows on a round's training: all that the server wants to know, in one piece.
 
-        def found(updates: Tensor) -> Tensor:
+        That is what was measured and the inner products of each replica's updates (layers x rows x rows), and where
+        shares decide the outcome, each replica's direction and model after the round.
+        """
+
+        def found(
+            updates: Tensor, measured: Tensor, models: Tensor, counting: Tensor | None = None
+        ) -> tuple[Tensor, ...]:
             layout = self._layout_of(updates)
             if replicas > 1:
-                return products_within(updates, layout, replicas)
-            return launch(Updates(layout, (updates,), len(updates)))[0].unsqueeze(0)
+                among = products_within(updates, layout, replicas)
+            else:
+                among = launch(Updates(layout, (updates,), len(updates)))[0]
+            known = torch.cat([measured.reshape(-1), among.reshape(-1)])
+            if counting is None:
+                return (known,)
+            directions = summed(counting, updates, layout)
+            return known, directions, models - directions
 
         return found
 
@@ -510,17 +584,23 @@ class Simulation:
         except NoUsableClient as error:
             raise NoUsableClient(f"seed {replica.seed}: {error}") from error
 
-    def _serve(self, begun: Begun, verdicts: Sequence[Verdict | None]) -> list[Aggregate | None]:
+    def _serve(
+        self, begun: Begun, verdicts: Sequence[Verdict | None], foreseen: Foreseen | None
+    ) -> list[Aggregate | None]:
         """Every replica's server step: its new model and what its method carries."""
         weighed = [None if verdict is None else verdict.weighed for verdict in verdicts]
+        combined = self._combined(begun, weighed) if foreseen is None else [[own] for own in foreseen.directions]
         outcomes = [
             None if one is None else one.close(one.direction(own), own=True, keep_on=self.settings.keep_on)
-            for one, own in zip(weighed, self._combined(begun, weighed), strict=True)
+            for one, own in zip(weighed, combined, strict=True)
         ]
         served = [(one, out) for one, out in zip(begun.ready.replicas, outcomes, strict=True) if out is not None]
         if not served:
             return outcomes
-        models = torch._foreach_sub([one.model for one, _ in served], [out.update for _, out in served])
+        if foreseen is not None:
+            models: Sequence[Tensor] = foreseen.models
+        else:
+            models = torch._foreach_sub([one.model for one, _ in served], [out.update for _, out in served])
         for (replica, out), model in zip(served, models, strict=True):
             replica.model = model
             if replica.acting(self.round) is replica.method:

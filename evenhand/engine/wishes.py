@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from evenhand.methods import Method
-from evenhand.objectives import Personal, Proximal, Similarity
+from evenhand.methods.server import Plain
+from evenhand.objectives import Personal, PlainRisk, Proximal, Similarity
 
 SEEN = ("losses", "accuracies")  # what a rule may want to know after local training
 
@@ -24,6 +25,12 @@ def pace_of(method: Method, rate: float) -> float:
     """How many steps in one a client makes: one, but in FedLF's version of Ditto."""
     own = method.objective
     return 2.0 - rate * own.lam if isinstance(own, Personal) and own.fedlf_code else 1.0
+
+
+def foreseeable(method: Method) -> bool:
+    """Whether a round's outcome follows from the clients' sizes, whatever they say, and nothing is done beside it."""
+    own, plain = method.server, isinstance(method.objective, (PlainRisk, Proximal))
+    return method.rule.foreseen and isinstance(own, Plain) and own.eta == 1.0 and plain
 
 
 def trains_personal(method: Method) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,8 @@ from torch import Tensor
 from evenhand.engine.batches import Batches
 from evenhand.engine.graphs import Replayed
 from evenhand.engine.training import Columns, Local
+
+Then = Callable[..., tuple[Tensor, ...]]
 
 LONGEST = 64  # local steps that are captured as one graph; longer rounds are played in stretches of so many
 
@@ -30,22 +32,28 @@ class Worker:
         columns: Columns,
         measuring: bool,
         out: Tensor | None = None,
-        then: Callable[[Tensor], Tensor] | None = None,
+        then: Then | None = None,
+        beside: Mapping[str, Tensor] | None = None,
     ) -> tuple[Tensor, ...]:
-        """As `Local.round`, and what `then`, the same for rounds of the same shape, makes of the updates."""
+        """As `Local.round`, and what `then`, the same for rounds of the same shape, makes of that.
+
+        It is given the updates, what was measured, the models, and by name what stands `beside` them.
+        """
+        more = beside or {}
         if self.replayed is None or batches.steps > LONGEST:
             if self.replayed is None or columns.tables is not None:
                 updates, measured = self.local.round(models, batches, columns, measuring=measuring, out=out)
             else:
                 updates, measured = self._in_stretches(models, batches, columns, measuring)
-            return (updates, measured) if then is None else (updates, measured, then(updates))
+            return (updates, measured, *(() if then is None else then(updates, measured, models, **more)))
         key = ("round", batches.steps, batches.steady, batches.whole, measuring, then is None)
 
-        def work(models: Tensor, batches: Batches, **columns: Tensor) -> tuple[Tensor, ...]:
-            found = self.local.round(models, batches, Columns(**columns), measuring=measuring)
-            return found if then is None else (*found, then(found[0]))
+        def work(models: Tensor, batches: Batches, **given: Tensor) -> tuple[Tensor, ...]:
+            own = {name: given.pop(name) for name in more}
+            found = self.local.round(models, batches, Columns(**given), measuring=measuring)
+            return found if then is None else (*found, *then(*found, models, **own))
 
-        return self._replay(key, work, models, batches, columns.named())
+        return self._replay(key, work, models, batches, {**columns.named(), **more})
 
     def _in_stretches(
         self, models: Tensor, batches: Batches, columns: Columns, measuring: bool

@@ -103,6 +103,7 @@ class Rule:
     when_not: ClassVar[str] = ""  # and when not
     needs: ClassVar[tuple[str, ...]] = ()  # inputs of `aggregate` without which the rule cannot work
     by_client: ClassVar[bool] = False  # carries something from round to round per client
+    foreseen: ClassVar[bool] = False  # clients count by their `shares`, whatever they say
     lr_setting: ClassVar[str] = ""  # the setting, if any, whose None asks for the clients' learning rate (lr=...)
 
     @property

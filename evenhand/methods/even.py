@@ -49,7 +49,7 @@ class Even(Rule):
     """In every layer all clients' losses, absent ones included, fall together, larger ones faster, and draw level."""
 
     gamma: float = 0.5  # 0: all losses fall alike; larger: large losses fall faster
-    ridge: float = 0.01  # 0: against nobody; larger: nearer to the mean of unit updates, weighed by the losses
+    ridge: float = 0.001  # 0: against nobody; larger: nearer to the mean of unit updates, weighed by the losses
     layerwise: bool = True  # a problem for every layer; false: one for the whole model
     level: bool = True  # pull the present clients' losses level
     recall: float = 1.0  # of its fall a remembered client asks for this share; 0: that its loss does not rise

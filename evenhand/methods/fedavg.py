@@ -32,6 +32,7 @@ class FedAvg(Rule):
         "Where clients differ and each must be served: whoever is outnumbered pays. In the README's demo its worst "
         "clients are far behind those of the fair methods."
     )
+    foreseen: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         choice("weights", self.weights, ("size", "uniform"))
