@@ -178,6 +178,16 @@ def population(clients: int, name: str, device: str, rounds: int) -> float:
     return ours(simulation(dataset, parted, name, 4, 1, device, model="logistic", cohort=100), rounds, device)
 
 
+def busy(dataset: Dataset, parted: Partition, rounds: int) -> float:
+    """Seconds of a FedAvg round for which a GPU computes."""
+    made = simulation(dataset, parted, "fedavg", 50, device="cuda")
+    made.run(until=20)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        made.run(until=made.round + rounds)
+        torch.cuda.synchronize()
+    return 1e-6 * sum(entry.self_device_time_total for entry in seen.key_averages()) / rounds
+
+
 def table(device: str, rounds: int, only: str = "") -> None:
     """Every row in several passes, and the quietest pass of each: machines have slow minutes."""
     dataset, parted = workload()
@@ -207,7 +217,11 @@ def table(device: str, rounds: int, only: str = "") -> None:
                 times.setdefault((label, column), []).append(measure(max(least, rounds // PASSES)))
     print("\n| what | batches of 50, ms | full batch, ms |\n|---|---|---|")
     for label in rows:
-        print(f"| {label} | {1e3 * min(times[label, 0]):.1f} | {1e3 * min(times[label, 1]):.1f} |")
+        print(f"| {label} | {1e3 * min(times[label, 0]):.2f} | {1e3 * min(times[label, 1]):.2f} |")
+    if device == "cuda":
+        print(
+            f"\nOf a FedAvg round with batches of 50 the device computes for {1e3 * busy(dataset, parted, 50):.2f} ms."
+        )
 
 
 def unequal_table(device: str, rounds: int) -> None:

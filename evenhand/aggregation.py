@@ -19,12 +19,17 @@ from evenhand.methods.base import Ask, Client, Memo, Round, Weights
 from evenhand.solvers import calm_blas, submatrix
 from evenhand.state import Memory, State, kept_window, window_of
 
+Flags = np.ndarray[Any, np.dtype[np.bool_]]
+
 CANCELLATION = 1e3  # terms this much longer than their sum are added up in float64
 
 
 @dataclass(frozen=True)
 class Combination:
-    """Rows and their coefficients (blocks x rows), and what the rows' inner products say of them."""
+    """Rows and their coefficients (blocks x rows), and what the rows' inner products say of them.
+
+    Or several at once, of the same shape: everything has a dimension more in front.
+    """
 
     gram: Floats  # blocks x rows x rows
     coefficients: Floats
@@ -32,7 +37,7 @@ class Combination:
     @cached_property
     def squares(self) -> Floats:
         """Squared length of each row, per block."""
-        return np.maximum(np.diagonal(self.gram, axis1=1, axis2=2), 0.0)
+        return np.maximum(np.diagonal(self.gram, axis1=-2, axis2=-1), 0.0)
 
     @cached_property
     def terms(self) -> Floats:
@@ -42,17 +47,57 @@ class Combination:
     @cached_property
     def dots(self) -> Floats:
         """Inner product of each row with the direction, per block."""
-        return np.asarray((self.gram @ self.coefficients[:, :, None])[:, :, 0])
+        return np.asarray((self.gram @ self.coefficients[..., None])[..., 0])
 
     @cached_property
-    def square(self) -> float:
+    def square(self) -> Any:
         """Squared length of the direction."""
-        return max(0.0, float((self.dots * self.coefficients).sum()))
+        return np.maximum(0.0, (self.dots * self.coefficients).sum(axis=(-2, -1)))
 
     @property
-    def cancels(self) -> bool:
+    def cancels(self) -> Any:
         """Whether the terms are so much longer than their sum that float32 would lose digits."""
-        return float(self.terms.sum()) ** 2 > CANCELLATION**2 * self.square
+        return self.terms.sum(axis=(-2, -1)) ** 2 > CANCELLATION**2 * self.square
+
+    def conflicts(self, resolution: float) -> Flags:
+        """Whose update the direction goes against, over the whole model."""
+        terms = self.terms.sum(axis=(-2, -1))[..., None]
+        return _against(self.dots.sum(axis=-2), self.squares.sum(axis=-2), terms, resolution)
+
+    def layer_conflicts(self, resolution: float) -> Flags:
+        """The same per layer (layers x rows)."""
+        return _against(self.dots, self.squares, self.terms.sum(axis=-1, keepdims=True), resolution)
+
+
+def _against(dots: Floats, squares: Floats, terms: Floats, resolution: float) -> Flags:
+    """Whose inner product with a direction is below zero by more than rounding; terms: how long its terms are."""
+    return np.asarray(dots < -10.0 * resolution * np.sqrt(squares) * terms)
+
+
+def plain_records(found: Combination, resolution: float) -> list[dict[str, Any]]:
+    """As `Diagnostics.record`, of several rounds at once in which nobody is remembered and nobody left out."""
+    against = found.conflicts(resolution).sum(axis=-1).tolist()
+    by_layer = found.layer_conflicts(resolution).sum(axis=-1).tolist()
+    return [_record(*own) for own in zip(against, by_layer, np.sqrt(found.square).tolist(), strict=True)]
+
+
+def _record(
+    conflicts: int,
+    layer_conflicts: list[int],
+    direction: float,
+    remembered: Sequence[Client] = (),
+    excluded: Mapping[Client, str] | None = None,
+    notes: Sequence[str] = (),
+) -> dict[str, Any]:
+    return {
+        "conflicts": conflicts,
+        "layer_conflicts": layer_conflicts,
+        "direction": direction,
+        "remembered": len(remembered),
+        "remembered_clients": list(remembered),
+        "excluded": {str(client): reason for client, reason in (excluded or {}).items()},
+        "notes": list(notes),
+    }
 
 
 @dataclass(frozen=True)
@@ -106,33 +151,26 @@ class Diagnostics:
         return -self.combination.dots.sum(axis=0) / (self.lr or 1.0)
 
     @cached_property
-    def conflicts(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    def conflicts(self) -> Flags:
         """Whose update the direction goes against, over the whole model."""
-        found = self.combination
-        return self._against(found.dots.sum(axis=0), found.squares.sum(axis=0), found.terms.sum())
+        return self.combination.conflicts(self.resolution)
 
     @cached_property
-    def layer_conflicts(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    def layer_conflicts(self) -> Flags:
         """The same per layer (layers x rows)."""
-        found = self.combination
-        return self._against(found.dots, found.squares, found.terms.sum(axis=1, keepdims=True))
-
-    def _against(self, dots: Floats, squares: Floats, terms: Any) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """Whose inner product with a direction is below zero by more than rounding; terms: how long its terms are."""
-        return np.asarray(dots < -10.0 * self.resolution * np.sqrt(squares) * terms)
+        return self.combination.layer_conflicts(self.resolution)
 
     def record(self) -> dict[str, Any]:
         """What a round's record keeps of it, in plain values."""
         present = int((self.ages == 0).sum())
-        return {
-            "conflicts": int(self.conflicts[:present].sum()),
-            "layer_conflicts": self.layer_conflicts[:, :present].sum(axis=1).tolist(),
-            "direction": self.direction_norm,
-            "remembered": len(self.ages) - present,
-            "remembered_clients": list(self.clients[present:]),
-            "excluded": {str(client): reason for client, reason in self.excluded.items()},
-            "notes": list(self.notes),
-        }
+        return _record(
+            int(self.conflicts[:present].sum()),
+            self.layer_conflicts[:, :present].sum(axis=1).tolist(),
+            self.direction_norm,
+            self.clients[present:],
+            self.excluded,
+            self.notes,
+        )
 
     def __str__(self) -> str:
         present = int((self.ages == 0).sum())
@@ -366,11 +404,6 @@ class Weighed:
     def coefficients(self) -> Floats:
         """Blocks x rows."""
         return self.combination.coefficients
-
-    @property
-    def surprising(self) -> bool:
-        """Whether the direction is not plainly the given rows' sum by their shares: somebody is left out, say."""
-        return bool(self.excluded) or self.combination.cancels
 
     def direction(self, own: list[Tensor] | None = None) -> list[Tensor]:
         """The rows' combination by the coefficients; own: of the present rows, where it is there already."""

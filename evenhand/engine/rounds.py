@@ -133,10 +133,10 @@ class Turn:
 
 @dataclass(frozen=True)
 class Foreseen:
-    """The outcome of a round of rules that go by their clients' sizes, known before the clients have answered."""
+    """The outcome of a round that does not depend on what its clients say."""
 
-    directions: list[Tensor]  # of every replica
-    models: list[Tensor]
+    coefficients: Floats  # replicas x layers x rows
+    models: list[Tensor]  # every replica's after the round
 
 
 @dataclass(frozen=True)
@@ -152,6 +152,11 @@ class Begun:
     turns: list[Turn]
     found: Awaited  # what was measured; each turn's inner products; those with the rows it remembers
     foreseen: Foreseen | None = None
+
+    @property
+    def resolution(self) -> float:
+        """Of the inner products."""
+        return self.turns[0].given.resolution
 
     def fits(self, index: int) -> bool:
         """Whether this is what round `index` would begin with now."""

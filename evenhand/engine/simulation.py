@@ -20,6 +20,7 @@ from evenhand.data import Dataset
 from evenhand.engine.batches import Samples, gather
 from evenhand.engine.choice import choose_program
 from evenhand.engine.correction import Course, log_probabilities
+from evenhand.engine.foresight import Foresight, Shares, as_foreseen
 from evenhand.engine.groups import Told, cells_of, check_groups, looks_at_groups, said, sharpness, told_columns
 from evenhand.engine.preparation import Preparation
 from evenhand.engine.programs import layers_of
@@ -27,7 +28,6 @@ from evenhand.engine.rounds import Begun, Floats, Foreseen, Integers, Ready, Rep
 from evenhand.engine.training import Columns, Local, Shape, evaluate, samples_at_once
 from evenhand.engine.wishes import (
     SEEN,
-    foreseeable,
     likeness_of,
     needs_losses,
     pace_of,
@@ -41,7 +41,6 @@ from evenhand.geometry import (
     Layout,
     Updates,
     combine_within,
-    in_range,
     launch,
     products_within,
     read_updates,
@@ -80,11 +79,11 @@ class Simulation:
             settings.precision,
         )
         self.worker = Worker(self.local)
+        self.foresight = Foresight(len(self.shape.layers), device)
         self._ahead: Ready | None = None  # the next round, prepared while the device works
         self._begun: Begun | None = None  # and begun before this one is written down
         self._rows: Tensor | None = None
         self._layout: Layout | None = None
-        self._held_shares: tuple[Floats, Tensor] | None = None
         self._held_columns: tuple[Tensor, dict[str, list[float]], Columns] | None = None
         self.replicas = list(replicas)
         # A GPU has room for all replicas at once, and works while this program prepares rounds and writes them down; a
@@ -193,7 +192,7 @@ class Simulation:
         models = self._models(received)
         measuring = self.settings.measure != "needed" or any(needs_losses(replica.method) for replica in replicas)
         told = self._tell(models[ready.owner] if len(models) > 1 and not ready.even else models, ready)
-        shares = None if told is not None else self._shares(ready)
+        shares = self.foresight.shares(ready) if self.together and told is None else None
         updates, measured, *known = self._train(models, ready, measuring and told is None, told, shares)
         turns = [self._arrived(number, updates, ready) for number in range(len(replicas))]
         heard = [turn for turn in turns if turn.kept.size]
@@ -204,7 +203,7 @@ class Simulation:
             found = Awaited([known[0], *past], shapes)
         else:
             found = Awaited([measured, *(launch(turn.given)[0] for turn in heard), *past])
-        foreseen = None if shares is None else Foreseen(*([*made.unbind()] for made in (known[1], known[2].clone())))
+        foreseen = None if shares is None else shares.foreseen(known[1])
         return Begun(ready, received, models, updates, told, measuring, turns, found, foreseen)
 
     def _finish(self, begun: Begun, last: int) -> None:
@@ -217,26 +216,38 @@ class Simulation:
         self._train_personal(begun.models, ready)
         ahead = self._known_ahead(ready.replicas)
         self._ahead = self.preparation.round(self.round + 1, ready.replicas) if ahead else None
-        foreseen, after = begun.foreseen if ahead else None, None
-        if foreseen is not None:
-            after = self._go_on(begun, foreseen.models, last)
-        answers = begun.found.numpy()
-        if foreseen is not None and not all(map(in_range, answers[1:])):
-            begun, foreseen = self._begin_again(begun), None
+        if begun.foreseen is not None and ahead:
+            after = self._go_on(begun, begun.foreseen.models, last)
             answers = begun.found.numpy()
-        measured = told.measured if told is not None else (answers[0][0], answers[0][1]) if begun.measuring else None
-        verdicts = self._judge(begun, answers[1:], measured)
-        if foreseen is not None and any(verdict.weighed.surprising for verdict in verdicts if verdict is not None):
-            begun, foreseen = self._begin_again(begun), None
-            verdicts = self._judge(begun, begun.found.numpy()[1:], measured)
-        outcomes = self._serve(begun, verdicts, foreseen)
-        if foreseen is None:
-            after = self._go_on(begun, [replica.model for replica in ready.replicas], last)
+            records = as_foreseen(begun, begun.foreseen, answers)
+            if records is not None:
+                self._settle(begun, begun.foreseen, answers[0], records)
+                if after is not None:
+                    self._see_who_fell(begun, after.numpy()[0], answers[0][0])
+                return
+            self._begun = None  # the next round has taken this one's place on the device
+            begun = self._begin(ready)
+        (losses, right), *products = begun.found.numpy()
+        measured = told.measured if told is not None else (losses, right) if begun.measuring else None
+        verdicts = self._judge(begun, products, measured)
+        outcomes = self._serve(begun, verdicts)
+        after = self._go_on(begun, [replica.model for replica in ready.replicas], last)
         for number, (verdict, out) in enumerate(zip(verdicts, outcomes, strict=True)):
             self._write_down(number, begun, verdict, out)
         if after is not None and measured is not None:
             self._see_who_fell(begun, after.numpy()[0], measured[0])
         self._correct(ready.replicas)
+
+    def _settle(self, begun: Begun, foreseen: Foreseen, measured: Floats, records: list[dict[str, Any]]) -> None:
+        """A round went as foreseen: every replica's new model and record."""
+        ready, count = begun.ready, len(begun.turns[0].kept)
+        asked, coefficients = [own.tolist() for own in ready.asked], foreseen.coefficients.tolist()
+        losses = measured[0].reshape(-1, count).tolist() if begun.measuring else [[] for _ in asked]
+        for number, replica in enumerate(ready.replicas):
+            assert replica.state is not None
+            replica.model, replica.state = foreseen.models[number], replace(replica.state, round=self.round)
+            record = {"round": self.round, "asked": asked[number], "lost": []}
+            replica.rounds.append(record | self._told(losses[number], coefficients[number], records[number], count))
 
     def _go_on(self, begun: Begun, models: list[Tensor], last: int) -> Awaited | None:
         """With the models after a round: begin the next one where that can be; the clients' losses, if wanted."""
@@ -246,25 +257,6 @@ class Simulation:
         if self._ahead is not None and self._may_begin(self._ahead, last):
             self._begun = self._begin(self._ahead, models)
         return after
-
-    def _begin_again(self, begun: Begun) -> Begun:
-        """A round whose outcome was not as foreseen, when the next one has taken its place on the device."""
-        self._begun = None
-        return self._begin(begun.ready)
-
-    def _shares(self, ready: Ready) -> Tensor | None:
-        """What every replica's clients will count, where their sizes decide it and all of them answer; kept."""
-        replicas = ready.replicas
-        if not (self.together and ready.alike):
-            return None
-        if not all(foreseeable(replica.method) and replica.course is None for replica in replicas):
-            return None
-        given = zip(replicas, ready.asked, strict=True)
-        sizes = [(one.method.rule, one.trained.sizes[asked].astype(np.float64)) for one, asked in given]
-        shares = np.stack([rule.shares(own) for rule, own in sizes])
-        if self._held_shares is None or not np.array_equal(self._held_shares[0], shares):
-            self._held_shares = shares, sent(shares, torch.float32, self.device)
-        return self._held_shares[1]
 
     def _judge(
         self, begun: Begun, products: list[Floats], measured: tuple[Floats, Floats] | None
@@ -349,7 +341,7 @@ class Simulation:
         return leaning
 
     def _train(
-        self, models: Tensor, ready: Ready, measuring: bool, told: Told | None, shares: Tensor | None
+        self, models: Tensor, ready: Ready, measuring: bool, told: Told | None, shares: Shares | None
     ) -> tuple[Tensor, ...]:
         """Every row's update, and loss and accuracy of the model it received; where all arrive, `_answers`."""
         rate = self.settings.work.rate(ready.round)
@@ -360,7 +352,7 @@ class Simulation:
         if len(ready.pieces) == 1:
             received = models if ready.even else models[ready.owner]
             then = self._answers(len(ready.replicas)) if ready.alike else None
-            beside = {} if shares is None else {"counting": shares}
+            beside = {} if shares is None else {"counting": shares.there}
             return self.worker.round(received, ready.pieces[0], columns, measuring, self._rows, then, beside)
         updates = torch.empty(len(ready.owner), self.shape.total, device=self.device)
         measured = torch.zeros(2, len(updates), dtype=torch.float64, device=self.device)
@@ -507,7 +499,7 @@ class Simulation:
         """What follows on a round's training: all that the server wants to know, in one piece.
 
         That is what was measured and the inner products of each replica's updates (layers x rows x rows), and where
-        shares decide the outcome, each replica's direction and model after the round.
+        shares decide the outcome, each replica's model after the round.
         """
 
         def found(
@@ -521,8 +513,7 @@ class Simulation:
             known = torch.cat([measured.reshape(-1), among.reshape(-1)])
             if counting is None:
                 return (known,)
-            directions = summed(counting, updates, layout)
-            return known, directions, models - directions
+            return known, models - summed(counting, updates, layout)
 
         return found
 
@@ -584,23 +575,17 @@ class Simulation:
         except NoUsableClient as error:
             raise NoUsableClient(f"seed {replica.seed}: {error}") from error
 
-    def _serve(
-        self, begun: Begun, verdicts: Sequence[Verdict | None], foreseen: Foreseen | None
-    ) -> list[Aggregate | None]:
+    def _serve(self, begun: Begun, verdicts: Sequence[Verdict | None]) -> list[Aggregate | None]:
         """Every replica's server step: its new model and what its method carries."""
         weighed = [None if verdict is None else verdict.weighed for verdict in verdicts]
-        combined = self._combined(begun, weighed) if foreseen is None else [[own] for own in foreseen.directions]
         outcomes = [
             None if one is None else one.close(one.direction(own), own=True, keep_on=self.settings.keep_on)
-            for one, own in zip(weighed, combined, strict=True)
+            for one, own in zip(weighed, self._combined(begun, weighed), strict=True)
         ]
         served = [(one, out) for one, out in zip(begun.ready.replicas, outcomes, strict=True) if out is not None]
         if not served:
             return outcomes
-        if foreseen is not None:
-            models: Sequence[Tensor] = foreseen.models
-        else:
-            models = torch._foreach_sub([one.model for one, _ in served], [out.update for _, out in served])
+        models = torch._foreach_sub([one.model for one, _ in served], [out.update for _, out in served])
         for (replica, out), model in zip(served, models, strict=True):
             replica.model = model
             if replica.acting(self.round) is replica.method:
@@ -624,19 +609,32 @@ class Simulation:
         if verdict is None or out is None:
             record["note"] = NOBODY
             return
-        size, trials = self.shape.parameters * 4, len(verdict.trials)
-        record |= {
-            "losses": [] if verdict.losses is None else verdict.losses.tolist(),
-            "answered": answered,
-            "coefficients": out.coefficients.tolist(),
-            **out.diagnostics.record(),
-            "bytes_down": size * (len(asked) + trials * answered),
-            "bytes_up": size * answered + 8 * answered * (1 + trials),
-        }
+        losses, trials = [] if verdict.losses is None else verdict.losses.tolist(), len(verdict.trials)
+        record |= self._told(losses, out.coefficients.tolist(), out.diagnostics.record(), answered, len(asked), trials)
         if told is not None:
             record |= said(told.leanings[number])
             down, up = told.bytes(len(asked), answered)
             record["bytes_down"], record["bytes_up"] = record["bytes_down"] + down, record["bytes_up"] + up
+
+    def _told(
+        self,
+        losses: list[float],
+        coefficients: list[list[float]],
+        diagnosed: dict[str, Any],
+        answered: int,
+        asked: int | None = None,
+        trials: int = 0,
+    ) -> dict[str, Any]:
+        """What a record says of those who answered; asked: how many were, if not as many."""
+        size = self.shape.parameters * 4
+        return {
+            "losses": losses,
+            "answered": answered,
+            "coefficients": coefficients,
+            **diagnosed,
+            "bytes_down": size * ((answered if asked is None else asked) + trials * answered),
+            "bytes_up": size * answered + 8 * answered * (1 + trials),
+        }
 
     def _after_training(self, models: Tensor, updates: Tensor, ready: Ready) -> tuple[Floats, Floats] | None:
         """Every row's loss and accuracy after its local training, for the rules that ask for them."""
