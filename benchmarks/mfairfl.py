@@ -4,10 +4,11 @@ Adult, COMPAS and Bank over five clients by shares of the groups, high and low h
 layers, 10 rounds of 20 local epochs, five seeds. The learning rate and each method's settings are chosen on a fifth of
 every client's training rows that is held out; then the test rows are measured.
 
-    python benchmarks/mfairfl.py --data-dir DATA [--device cuda] [--seeds 5] [--data adult bank] [--frozen]
+    python benchmarks/mfairfl.py --data-dir DATA [--device cuda] [--seeds 5] [--data adult] [--frozen] [--only even]
 
 puts every row, setting and seed into mfairfl.csv, data set by data set, and writes mfairfl.md from it. All settings of
-a table run as one program: minutes on a GPU, hours on two cores.
+a table run as one program: minutes on a GPU, hours on two cores. --only runs some rows again, with the learning rates
+of the others.
 """
 
 from __future__ import annotations
@@ -162,12 +163,15 @@ def chosen_settings(experiment: Experiment, dataset: Dataset, every: Sequence[Ro
     return found
 
 
-def run(data: str, args: argparse.Namespace, write: Callable[[list[Any]], None]) -> None:
-    every = rows(args.frozen)
+def run(
+    data: str, args: argparse.Namespace, rates: dict[tuple[str, str], float], write: Callable[[list[Any]], None]
+) -> None:
+    """rates: those that are known."""
+    every = [row for row in rows(args.frozen) if not args.only or row.name in args.only]
     for heterogeneity in HETEROGENEITY:
         started = perf_counter()
         dataset = load_data(described(data, heterogeneity, RATES[0], args))
-        lr = chosen_rate(data, heterogeneity, dataset, args)
+        lr = rates.get((data, heterogeneity)) or chosen_rate(data, heterogeneity, dataset, args)
         experiment = described(data, heterogeneity, lr, args)
         settings = chosen_settings(experiment, dataset, every)
         final = replace(experiment, seeds=tuple(range(args.seeds)))
@@ -316,6 +320,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--out", type=Path, default=Path("docs/results"))
+    parser.add_argument("--only", nargs="+", choices=[row.name for row in rows(False) if not row.like], default=[])
     parser.add_argument("--frozen", action="store_true", help="gaps stay as they are through a round (follow=false)")
     parser.add_argument("--page-only", action="store_true", help="write the page from the numbers that are there")
     parser.add_argument("--where", default="", help="machine and date, for the page; default: this machine, today")
@@ -324,16 +329,18 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / "mfairfl.csv"
     if not args.page_only:
-        kept = []
+        before = []
         if path.is_file():
             with path.open() as file:
-                kept = [row for row in csv.DictReader(file) if row["data"] not in args.data]
+                before = list(csv.DictReader(file))
+        kept = [row for row in before if row["data"] not in args.data or (args.only and row["row"] not in args.only)]
+        rates = {(row["data"], row["heterogeneity"]): float(row["lr"]) for row in kept}
         with path.open("w", newline="") as file:
             table = csv.writer(file, lineterminator="\n")
             table.writerow(COLUMNS)
             table.writerows([row[name] for name in COLUMNS] for row in kept)
             for data in args.data:
-                run(data, args, lambda row: (table.writerow(row), file.flush())[0])
+                run(data, args, rates, lambda row: (table.writerow(row), file.flush())[0])
     (args.out / "mfairfl.md").write_text(page(args))
 
 

@@ -72,6 +72,21 @@ def test_the_gpu_gives_the_cpus_numbers(name):
     assert torch.linalg.norm(found - expected) <= 1e-3 * torch.linalg.norm(expected)
 
 
+@pytest.mark.parametrize("seeds", [[0], [0, 1]])
+@pytest.mark.parametrize("bad", [False, True])
+def test_rounds_that_are_foreseen_are_the_rounds(seeds, bad):
+    plain, early = (simulation_of("fedavg", seeds=seeds, measure="all", participation=0.5) for _ in range(2))
+    plain.foresight.shares = lambda ready: None
+    for made in (plain, early) if bad else ():
+        made.inputs[int(made.replicas[0].partition.train[3][0])] = torch.inf
+    found, expected = finals(early), finals(plain)
+    assert torch.linalg.norm(found - expected) <= 1e-6 * torch.linalg.norm(expected)
+    for one, other in zip(early.replicas[0].rounds, plain.replicas[0].rounds, strict=True):
+        assert one.keys() == other.keys()
+        assert all(one[key] == other[key] for key in ("asked", "coefficients", "excluded", "conflicts"))
+    assert any(entry["excluded"] for entry in early.replicas[0].rounds) == bad
+
+
 @pytest.mark.parametrize(
     "settings",
     [
