@@ -528,10 +528,12 @@ def adafed(updates, losses, gamma, length="paper", normalise=False, present=None
     return rescale(direction, np.linalg.norm(np.mean(updates[:present], axis=0)), weights @ norms_of(orthogonal))
 
 
-def even(updates, losses, gamma, ridge, present=None, least=1e-3, blur=1.0, layers=None, level=False, recall=1.0):
+def even(
+    updates, losses, gamma, ridge, present=None, least=1e-3, blur=1.0, layers=None, level=False, recall=1.0, caution=0.0
+):
     """even: per layer the shortest d with u_k . d >= b_k, shortfalls s_k paid for by |s|^2 / ridge.
 
-    Of the absent ones' b_k counts the share `recall`.
+    Of the absent ones' b_k counts the share `recall`. The step is |m| cos^caution long, of its angle with the mean m.
 
     With z = (d, s / sqrt(ridge)) it is the shortest z with [u_k, sqrt(ridge) e_k] z >= b_k: least distance
     programming, which Lawson and Hanson (chapter 23) turn into one non-negative least squares problem. It lies along
@@ -546,8 +548,10 @@ def even(updates, losses, gamma, ridge, present=None, least=1e-3, blur=1.0, laye
     for size in layers or [updates.shape[1]]:
         parts, start = updates[:, start : start + size], start + size
         whole.append(_even_layer(parts, np.asarray(losses), asked, ridge, present, blur, level))
-    direction = np.concatenate(whole)
-    return rescale(direction, np.linalg.norm(np.mean(updates[:present], axis=0)), 0.0)
+    direction, mean = np.concatenate(whole), np.mean(updates[:present], axis=0)
+    length, own = np.linalg.norm(mean), np.linalg.norm(direction)
+    cosine = direction @ mean / (own * length) if own > 0 and length > 0 else 1.0
+    return rescale(direction, length * min(max(cosine, least), 1.0) ** caution, 0.0)
 
 
 def _even_layer(parts, losses, asked, ridge, present, blur, level):

@@ -175,14 +175,15 @@ def test_even_follows_its_definition(cohort, gamma, ridge):
 
 
 @PROPERTY
-@given(cohorts(), st.sampled_from([0.0, 1.0]), st.booleans())
-def test_even_layer_by_layer_with_an_objective_that_levels(cohort, gamma, layered):
+@given(cohorts(), st.sampled_from([0.0, 1.0]), st.booleans(), st.sampled_from([0.0, 0.5, 1.0]))
+def test_even_layer_by_layer_with_an_objective_that_levels(cohort, gamma, layered, caution):
     size = cohort.updates.shape[1]
     assume(size > 1)
     sizes = [size // 2, size - size // 2]
-    given = {"losses": cohort.losses, "gamma": gamma, "layerwise": layered}
+    given = {"losses": cohort.losses, "gamma": gamma, "layerwise": layered, "caution": caution}
     found = eh.aggregate("even", dict(zip("ab", np.split(cohort.updates, sizes[:1], axis=1), strict=True)), **given)
-    expected = oracles.even(cohort.updates, cohort.losses, gamma, 0.01, layers=sizes if layered else None, level=True)
+    settings = {"layers": sizes if layered else None, "level": True, "caution": caution}
+    expected = oracles.even(cohort.updates, cohort.losses, gamma, 0.001, **settings)
     parts = [np.linalg.norm(part) for part in np.split(expected, sizes[:1])]
     assume(min(parts) > 1e-4 * max(parts) or not any(parts))  # else it is a matter of rounding what stands still
     close(np.concatenate([found.update["a"], found.update["b"]]), expected, cohort, 1e-4)

@@ -82,7 +82,7 @@ def test_any_row_based_rule_can_remember_absent_clients(seed, absent, name):
         after = oracles.remember(memory, updates, losses, clients, index)
         if name.startswith("even"):
             share = float(name.partition("recall=")[2] or 1)
-            return oracles.even(rows, known, 0.5, 0.01, present=len(updates), level=True, recall=share), after
+            return oracles.even(rows, known, 0.5, 0.001, present=len(updates), level=True, recall=share), after
         if name == "adafed":
             return oracles.adafed(rows, known, 1.0, "mean", present=len(updates)), after
         return oracles.fedmgda_plus(updates, 1.0, np.full(len(updates), 1 / len(updates)), past), after

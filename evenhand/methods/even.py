@@ -10,12 +10,14 @@ Its dual is a min-norm point: d = sum_k w_k u_k / b_k, where w on the simplex mi
 This d is short where clients disagree; it counts as much as the layer's mean length, and all of them together get the
 length of the mean update. A larger ridge listens more to what many clients say alike; without one d goes against nobody
 in any layer. Of a remembered client's b_k counts the share `recall`: what it said was said of an older model, and at 0
-it asks that its loss does not rise, no more.
+it asks that its loss does not rise, no more. With `caution` the step is shorter the less d has in common with the mean
+update m: its length is |m| cos(d, m)^caution, at 1 that of m's component along d.
 
 The model to use is the mean of recent ones (server step `recent`): a round's model has just been taught by its own
 cohort, the mean by about everybody.
 
-A client whose loss is nearly zero asks for LEAST at least, so that nobody's loss is paid for by another's.
+A client whose loss is nearly zero asks for LEAST at least, so that nobody's loss is paid for by another's; no cosine
+counts less than LEAST, so that something always moves.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ from evenhand.methods.base import (
 )
 from evenhand.solvers import min_norm
 
-LEAST = 1e-3  # of the fall asked of the largest loss
+LEAST = 1e-3  # of the fall asked of the largest loss; of the cosine
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class Even(Rule):
     layerwise: bool = True  # a problem for every layer; false: one for the whole model
     level: bool = True  # pull the present clients' losses level
     recall: float = 1.0  # of its fall a remembered client asks for this share; 0: that its loss does not rise
+    caution: float = 0.0  # 0: steps as long as the mean update; larger: shorter where d has little in common with it
     absent: str = "expected"  # memory of absent clients: off, last:TAU or expected
 
     name: ClassVar[str] = "even"
@@ -72,6 +75,7 @@ class Even(Rule):
         number("gamma", self.gamma, low=0.0)
         number("ridge", self.ridge, low=0.0)
         number("recall", self.recall, low=0.0, high=1.0)
+        number("caution", self.caution, low=0.0)
         flag("layerwise", self.layerwise)
         flag("level", self.level)
         check_absent(self.absent)
@@ -91,7 +95,11 @@ class Even(Rule):
         square = sum(row @ gram @ row for row, gram in zip(coefficients, grams, strict=True))
         if square <= 0.0:
             return Weights(coefficients, notes=("the updates cancel out: the update is zero",))
-        return Weights(coefficients * (round.length(round.mean) / np.sqrt(square)), notes=tuple(sorted(set(notes))))
+        length = round.length(round.mean)
+        if self.caution and length:
+            along = sum(row @ gram @ round.mean for row, gram in zip(coefficients, grams, strict=True))
+            length *= np.clip(along / (length * np.sqrt(square)), LEAST, 1.0) ** self.caution
+        return Weights(coefficients * (length / np.sqrt(square)), notes=tuple(sorted(set(notes))))
 
     def _direction(self, gram: Floats, falls: Floats, pull: Floats | None, round: Round) -> tuple[Floats, str]:
         """Coefficients of one layer's direction."""
