@@ -752,12 +752,11 @@ def summed(shares: Tensor, rows: Tensor, layout: Layout) -> Tensor:
 
 def combine_within(coefficients: Floats, rows: Tensor, layout: Layout) -> Tensor:
     """Each cohort's linear combination (cohorts x columns); coefficients are cohorts x blocks x rows."""
+    if (coefficients == coefficients[:, :1]).all():
+        return summed(sent(coefficients[:, 0], rows.dtype, rows.device), rows, layout)
     apart = rows.view(len(coefficients), -1, rows.shape[1])
-    alike = (coefficients == coefficients[:, :1]).all()
-    scales = sent(coefficients[:, :1] if alike else coefficients, rows.dtype, rows.device)
+    scales = sent(coefficients, rows.dtype, rows.device)
     with exact_products(Updates(layout, (rows,), len(rows))):
-        if alike:
-            return torch.bmm(scales, apart).squeeze(1)
         parts = [torch.bmm(scales[:, block : block + 1], apart[:, :, span]) for block, span in layout.spans[0]]
         return torch.cat(parts, dim=2).squeeze(1)
 
