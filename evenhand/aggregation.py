@@ -45,6 +45,15 @@ class Combination:
         return np.asarray(np.sqrt(self.squares) * np.abs(self.coefficients))
 
     @cached_property
+    def lengths(self) -> Floats:
+        """Of all terms together, per block."""
+        return np.asarray(self.terms.sum(axis=-1))
+
+    @cached_property
+    def length(self) -> Any:
+        return self.lengths.sum(axis=-1)
+
+    @cached_property
     def dots(self) -> Floats:
         """Inner product of each row with the direction, per block."""
         return np.asarray((self.gram @ self.coefficients[..., None])[..., 0])
@@ -57,16 +66,15 @@ class Combination:
     @property
     def cancels(self) -> Any:
         """Whether the terms are so much longer than their sum that float32 would lose digits."""
-        return self.terms.sum(axis=(-2, -1)) ** 2 > CANCELLATION**2 * self.square
+        return self.length**2 > CANCELLATION**2 * self.square
 
     def conflicts(self, resolution: float) -> Flags:
         """Whose update the direction goes against, over the whole model."""
-        terms = self.terms.sum(axis=(-2, -1))[..., None]
-        return _against(self.dots.sum(axis=-2), self.squares.sum(axis=-2), terms, resolution)
+        return _against(self.dots.sum(axis=-2), self.squares.sum(axis=-2), self.length[..., None], resolution)
 
     def layer_conflicts(self, resolution: float) -> Flags:
         """The same per layer (layers x rows)."""
-        return _against(self.dots, self.squares, self.terms.sum(axis=-1, keepdims=True), resolution)
+        return _against(self.dots, self.squares, self.lengths[..., None], resolution)
 
 
 def _against(dots: Floats, squares: Floats, terms: Floats, resolution: float) -> Flags:

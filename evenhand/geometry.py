@@ -43,8 +43,12 @@ TINY, HUGE = 1e-28, 1e34  # squared norms outside this range are not trusted in 
 # Relative error to expect in an entry K[i, j] / (|g_i| |g_j|), by the dtype products are formed in.
 RESOLUTION = {torch.float32: 1e-7, torch.float64: 1e-14}
 
-
 Span = tuple[int, slice]
+
+
+def computed_in(dtype: torch.dtype) -> torch.dtype:
+    """In which dtype products of such numbers are formed."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,7 @@ class Updates:
         return rows.device if isinstance(rows, Tensor) else rows[0].device
 
     def compute_dtype(self, part: int) -> torch.dtype:
-        return torch.float64 if self.layout.dtypes[part] == torch.float64 else torch.float32
+        return computed_in(self.layout.dtypes[part])
 
     @property
     def resolution(self) -> float:
@@ -631,6 +635,9 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=True)
 
 
+_places: dict[int, list[Tensor]] = {}  # of so many numbers in pinned memory, which is slow to come by: those not in use
+
+
 class Awaited:
     """A copy of float64 tensors on its way to the CPU, in one transfer; what is launched later is not waited for."""
 
@@ -641,17 +648,27 @@ class Awaited:
         self._joined = torch.cat(flat) if len(flat) > 1 or not flat[0].is_cuda else flat[0]
         self._arrived: Any = None
         if self._joined.is_cuda:
-            there, self._joined = self._joined, torch.empty(self._joined.shape, dtype=torch.float64, pin_memory=True)
+            there, free = self._joined, _places.setdefault(len(self._joined), [])
+            self._joined = free.pop() if free else torch.empty(len(there), dtype=torch.float64, pin_memory=True)
             self._joined.copy_(there, non_blocking=True)
             self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._arrived.record(torch.cuda.current_stream(there.device))
 
     def numpy(self) -> list[Floats]:
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        joined = self._joined.cpu().numpy()
+        joined = self._read
         edges = itertools.pairwise(itertools.accumulate(map(math.prod, self._shapes), initial=0))
         return [joined[a:b].reshape(shape) for (a, b), shape in zip(edges, self._shapes, strict=True)]
+
+    @cached_property
+    def _read(self) -> Floats:
+        """All numbers; their place is free for others then."""
+        if self._arrived is None:
+            return self._joined.cpu().numpy()
+        self._arrived.synchronize()
+        found = self._joined.numpy().copy()
+        _places[len(found)].append(self._joined)
+        del self._joined
+        return found
 
 
 def _largest(updates: Updates, block: int, row: int) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -75,3 +75,10 @@ def independent(max_rows: int = 40) -> st.SearchStrategy[Cohort]:
         kind=st.sampled_from(("random", "conflicting", "similar")),
         scale=st.sampled_from([1e-12, 1.0, 1e12]),
     )
+
+
+def equal_sizes(drawn, seed, each=50):
+    """The partition with as much training data for every client."""
+    kept = np.concatenate([own[:each] for own in drawn.train])
+    assert len(kept) == drawn.clients * each
+    return replace(drawn, train=replace(drawn.train, indices=kept, offsets=each * np.arange(drawn.clients + 1)))

@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from cohorts import equal_sizes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -446,13 +447,13 @@ def test_a_wrong_setting_is_named(settings, said):
 # ------------------------------------------------------------------------------ personal models, chunks, resuming
 
 
-def simulation_of(name: str, chunk: int | None = None, rounds: int = 6, **settings):
+def simulation_of(name: str, chunk: int | None = None, rounds: int = 6, equal: bool = False, **settings):
     from evenhand.engine.simulation import Simulation
     from evenhand.experiment import prepare
     from evenhand.methods import method
 
     experiment = Experiment().with_settings({**SMALL, "rounds": rounds, **settings, "method": method(name)})
-    made = prepare(experiment)
+    made = prepare(experiment, redraw=equal_sizes if equal else None)
     limited = replace(made.settings, chunk=chunk)
     return Simulation(made.dataset, made.module, made.replicas, limited, made.device)
 
@@ -772,6 +773,60 @@ def test_rounds_that_are_foreseen_are_the_rounds(name, seeds, measure, foresight
     assert foresight == {"foreseen": [False] * (plain.round + 1) + [True] * (early.round - 1), "again": []}
 
 
+ALIKE = {**MANY, "equal": True, "rounds": 11}
+
+
+@pytest.mark.parametrize("settings", [{}, {"work.epochs": 2}, {"work.batch_size": None}, {"chunk": 3}])
+@pytest.mark.parametrize("seeds", [[0], [0, 5]])
+def test_rounds_prepared_at_once_are_those_prepared_one_by_one(seeds, settings):
+    single, several = (as_on_a_gpu("fedavg", **ALIKE, seeds=seeds, **settings).preparation for _ in range(2))
+    assert several.repeating
+    held = None
+    for index in range(11):
+        several.stock(index, several.replicas)
+        one, other = single.round(index, single.replicas), several.round(index, several.replicas)
+        for name in ("round", "even", "repeating"):
+            assert getattr(one, name) == getattr(other, name)
+        for name in ("asked", "lost"):
+            assert list(map(np.ndarray.tolist, getattr(one, name))) == list(
+                map(np.ndarray.tolist, getattr(other, name))
+            )
+        assert one.edges.tolist() == other.edges.tolist()
+        assert torch.equal(one.owner, other.owner)
+        for ours, theirs in zip(one.pieces, other.pieces, strict=True):
+            assert ours.tensors().keys() == theirs.tensors().keys()
+            assert all(torch.equal(tensor, theirs.tensors()[key]) for key, tensor in ours.tensors().items())
+            assert (ours.steps, ours.steady, ours.whole) == (theirs.steps, theirs.steady, theirs.whole)
+        if index % 4 and "chunk" not in settings and index < 8 and len(seeds) == 1:
+            assert other.pieces[0].weights is held  # a graph need not take it again
+        held = other.pieces[0].weights
+    assert not several._stock
+
+
+def test_rounds_are_prepared_at_once_only_where_all_are_alike():
+    for others in ({}, {"sampling.availability": 0.5}, {"sampling.stragglers": 0.5}, {"noise": "0.6,0.5"}):
+        made = as_on_a_gpu("fedavg", **{**ALIKE, "equal": bool(others), **others})
+        made.preparation.stock(0, made.replicas)
+        assert not made.preparation._stock
+    many = as_on_a_gpu("fedavg", **ALIKE, seeds=[0, 1, 2])
+    many.preparation.stock(0, many.replicas)
+    assert not many.preparation._stock  # their rounds are large enough
+
+
+@pytest.mark.parametrize("measure", ["all", "losses"])
+@pytest.mark.parametrize("settings", [{}, {"sampling.dropout": 0.2}, {"seeds": [0, 5]}])
+def test_foreseen_rounds_of_clients_alike_are_the_rounds(settings, measure, foresight):
+    plain, early, parts = (as_on_a_gpu("fedavg", **ALIKE, measure=measure, **settings) for _ in range(3))
+    plain.foresight.shares = lambda ready: None
+    plain.run()
+    early.run()
+    assert str(told(early)) == str(told(plain))
+    assert sum(foresight["foreseen"]) >= 3
+    for until in (3, 4, 9, 11):  # rounds that were prepared are not lost, and none is played twice
+        parts.run(until=until)
+    assert str(told(parts)) == str(told(plain))
+
+
 @pytest.mark.parametrize("name", ["even", "fedfa", "fedadam", "ditto", "fedavg-f", "qffl:q=0", "fedcka"])
 def test_a_rule_that_listens_is_not_foreseen(name, foresight):
     as_on_a_gpu(name, **(GROUPED if name == "fedavg-f" else MANY)).run()
@@ -780,8 +835,9 @@ def test_a_rule_that_listens_is_not_foreseen(name, foresight):
 
 @pytest.mark.parametrize("case", ["bad client", "bad clients", "cancels", "faint"])
 @pytest.mark.parametrize("seeds", [[0], [0, 5]])
-def test_rounds_that_were_foreseen_wrongly_are_played_again(case, seeds, foresight, monkeypatch):
-    plain, early = (as_on_a_gpu("fedavg", **MANY, seeds=seeds) for _ in range(2))
+@pytest.mark.parametrize("kind", [MANY, ALIKE])
+def test_rounds_that_were_foreseen_wrongly_are_played_again(case, seeds, kind, foresight, monkeypatch):
+    plain, early = (as_on_a_gpu("fedavg", **kind, seeds=seeds) for _ in range(2))
     plain.foresight.shares = lambda ready: None
     if case.startswith("bad"):
         client = int(plain.preparation.round(2, plain.replicas).asked[0][0])

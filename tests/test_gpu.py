@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cohorts import equal_sizes
 
 from evenhand.engine.checkpoint import restore, save
 from evenhand.engine.simulation import Simulation
@@ -16,9 +17,9 @@ SMALL = {"data": "digits", "clients": 12, "rounds": 8, "eval_every": 4, "work.ba
 EXACT = {"precision": "float32"}
 
 
-def simulation_of(name: str, device: str = "cuda", **settings) -> Simulation:
+def simulation_of(name: str, device: str = "cuda", *, equal: bool = False, **settings) -> Simulation:
     experiment = Experiment().with_settings({**SMALL, **EXACT, "device": device, **settings, "method": method(name)})
-    return prepare(experiment)
+    return prepare(experiment, redraw=equal_sizes if equal else None)
 
 
 def finals(made: Simulation) -> torch.Tensor:
@@ -74,8 +75,11 @@ def test_the_gpu_gives_the_cpus_numbers(name):
 
 @pytest.mark.parametrize("seeds", [[0], [0, 1]])
 @pytest.mark.parametrize("bad", [False, True])
-def test_rounds_that_are_foreseen_are_the_rounds(seeds, bad):
-    plain, early = (simulation_of("fedavg", seeds=seeds, measure="all", participation=0.5) for _ in range(2))
+@pytest.mark.parametrize("equal", [False, True])
+def test_rounds_that_are_foreseen_are_the_rounds(seeds, bad, equal):
+    settings = {"seeds": seeds, "measure": "all", "participation": 0.5, "equal": equal, "rounds": 13}
+    plain, early = (simulation_of("fedavg", **settings) for _ in range(2))
+    assert early.preparation.repeating == equal
     plain.foresight.shares = lambda ready: None
     for made in (plain, early) if bad else ():
         made.inputs[int(made.replicas[0].partition.train[3][0])] = torch.inf

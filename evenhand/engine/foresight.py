@@ -42,6 +42,8 @@ class Foresight:
         """None where somebody is lost or a rule listens; the same as before where the sizes are."""
         if not (ready.alike and all(map(_foreseeable, ready.replicas))):
             return None
+        if self._last is not None and ready.repeating:
+            return self._last[1]
         given = zip(ready.replicas, ready.asked, strict=True)
         sizes = np.stack([replica.trained.sizes[asked] for replica, asked in given])
         if self._last is None or not np.array_equal(self._last[0], sizes):
@@ -61,7 +63,8 @@ def as_foreseen(begun: Begun, foreseen: Foreseen, answers: list[Floats]) -> list
     """What the replicas' records keep of a round, by what the server heard; None where that is not as expected."""
     measured, *products = answers
     gram = np.stack(products)
-    if not in_range(gram) or not np.isfinite(gram).all() or (begun.measuring and not np.isfinite(measured).all()):
+    # Rows whose squared lengths are in range are finite, and so are their products with each other.
+    if not in_range(gram) or (begun.measuring and not np.isfinite(measured).all()):
         return None
     found = Combination(gram, foreseen.coefficients)
     return None if found.cancels.any() else plain_records(found, begun.resolution)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -27,6 +28,7 @@ from evenhand.engine.wishes import mixup_of, sees_one_batch
 from evenhand.engine.worker import Worker
 from evenhand.streams import stream
 
+AHEAD = 4  # rounds that are prepared at once
 UNIT = 8  # of clients with different numbers of steps rounds have a multiple of so many, and so fewer shapes
 
 
@@ -60,7 +62,9 @@ class Preparation:
         self.replicas, self.device = replicas, worker.local.inputs.device
         self.noisy = any(replica.labels is not None for replica in replicas)
         self.mixing = any(mixup_of(replica.method) > 0.0 for replica in replicas)
+        self._stock: deque[Ready] = deque()  # rounds to come
         self._last: tuple[Plan, Batches] | None = None
+        self._first: tuple[Tensor, Batches] | None = None  # of such weights, one round's
         self._owners: tuple[tuple[int, ...], Tensor] | None = None
         self._shared: tuple[Indices, Tensor] | None = None
 
@@ -71,15 +75,46 @@ class Preparation:
         steps = {int(count) for replica in self.replicas for count in np.unique(replica.trained.sizes) if count}
         return size is not None and len({-(-count // size) for count in steps}) > 1
 
+    @cached_property
+    def repeating(self) -> bool:
+        """Whether all rounds are alike: as many clients, with as much data each, who all do the same work."""
+        federated = all(one.method.training == "federated" and one.course is None for one in self.replicas)
+        alike = len({int(count) for replica in self.replicas for count in np.unique(replica.trained.sizes)}) == 1
+        sampling = self.settings.sampling
+        return federated and alike and sampling.availability == 1.0 and sampling.stragglers == 0.0 and not self.noisy
+
     def round(self, index: int, replicas: list[Replica]) -> Ready:
         """A round of some of the replicas."""
-        cast = self._cast(index, replicas)
-        steps = self._plan(list(cast.cohorts.values()))
+        return self._stock.popleft() if self._holds(index, replicas) else self._rounds([index], replicas)[0]
+
+    def stock(self, index: int, replicas: list[Replica]) -> None:
+        """Prepare a round and some of those that follow, if they are small; less work than one by one."""
+        most = min(AHEAD // len(replicas), self.settings.rounds - index)
+        if most > 1 and self.repeating and not self._holds(index, replicas):
+            self._stock = deque(self._rounds(range(index, index + most), replicas))
+
+    def _holds(self, index: int, replicas: list[Replica]) -> bool:
+        return bool(self._stock) and self._stock[0].round == index and self._stock[0].replicas is replicas
+
+    def _rounds(self, indices: Sequence[int], replicas: list[Replica]) -> list[Ready]:
+        casts = [self._cast(index, replicas) for index in indices]
+        steps = self._plan([cohort for cast in casts for cohort in cast.cohorts.values()])
         if self.worker.replayed is not None and self.uneven and steps.steps > UNIT:
             steps = filled_up(steps, UNIT)
         every = Batches.of(steps, self.device, self._last)
         self._last = steps, every
-        return self._ready(index, cast, every, replicas)
+        own = zip(indices, casts, self._apart(every, len(casts)), strict=True)
+        return [self._ready(index, cast, batches, replicas) for index, cast, batches in own]
+
+    def _apart(self, every: Batches, rounds: int) -> list[Batches]:
+        """The batches of rounds that are alike; all but the samples is the same in all of them."""
+        if rounds == 1:
+            return [every]
+        rows = len(every.indices) // rounds
+        if self._first is None or self._first[0] is not every.weights or len(self._first[1].indices) != rows:
+            self._first = every.weights, every.part(slice(0, rows))
+        each = every.indices.view(rounds, rows, *every.indices.shape[1:])
+        return [replace(self._first[1], indices=own) for own in each.unbind()]
 
     def _cast(self, index: int, replicas: list[Replica]) -> Cast:
         sampling, work = self.settings.sampling, self.settings.work
@@ -138,6 +173,7 @@ class Preparation:
             edges=np.cumsum([0, *counts]),
             owner=self._owner(tuple(counts)),
             even=len(set(counts)) == 1 and len(pieces) == 1,
+            repeating=self.repeating,
             pieces=pieces,
         )
 

@@ -19,7 +19,7 @@ from evenhand.engine.correction import Course
 from evenhand.engine.groups import Told
 from evenhand.engine.sampling import Sampling
 from evenhand.engine.training import LocalWork
-from evenhand.geometry import Awaited, Updates
+from evenhand.geometry import RESOLUTION, Awaited, Updates, computed_in
 from evenhand.methods import METHODS, Method
 from evenhand.state import State
 
@@ -100,6 +100,7 @@ class Ready:
     edges: Indices  # where each replica's rows begin, and the last ones end
     owner: Tensor  # which replica each row belongs to
     even: bool  # all rows are trained at once and every replica has as many of them
+    repeating: bool  # as all other rounds: as many clients with as much data
     pieces: list[Batches]  # the rows' batches, a chunk each
 
     def rows(self, number: int) -> slice:
@@ -149,14 +150,14 @@ class Begun:
     updates: Tensor
     told: Told | None
     measuring: bool
-    turns: list[Turn]
+    turns: list[Turn]  # none yet where the outcome was foreseen
     found: Awaited  # what was measured; each turn's inner products; those with the rows it remembers
     foreseen: Foreseen | None = None
 
     @property
     def resolution(self) -> float:
         """Of the inner products."""
-        return self.turns[0].given.resolution
+        return RESOLUTION[computed_in(self.updates.dtype)]
 
     def fits(self, index: int) -> bool:
         """Whether this is what round `index` would begin with now."""

@@ -194,12 +194,13 @@ class Simulation:
         told = self._tell(models[ready.owner] if len(models) > 1 and not ready.even else models, ready)
         shares = self.foresight.shares(ready) if self.together and told is None else None
         updates, measured, *known = self._train(models, ready, measuring and told is None, told, shares)
-        turns = [self._arrived(number, updates, ready) for number in range(len(replicas))]
+        turns = self._arrived(updates, ready) if shares is None else []  # not needed if all goes well
         heard = [turn for turn in turns if turn.kept.size]
         past = [found for turn in heard for found in launch(turn.given, turn.past, own=False)]
         if known:  # what was measured and the turns' own products, in one piece
-            own = (len(turns[0].given.layout.blocks), len(turns[0].given), len(turns[0].given))
-            shapes = [tuple(measured.shape), *[own] * len(turns), *(tuple(found.shape) for found in past)]
+            rows = len(updates) // len(replicas)
+            own = (len(self._layout_of(updates).blocks), rows, rows)
+            shapes = [tuple(measured.shape), *[own] * len(replicas), *(tuple(found.shape) for found in past)]
             found = Awaited([known[0], *past], shapes)
         else:
             found = Awaited([measured, *(launch(turn.given)[0] for turn in heard), *past])
@@ -218,6 +219,7 @@ class Simulation:
         self._ahead = self.preparation.round(self.round + 1, ready.replicas) if ahead else None
         if begun.foreseen is not None and ahead:
             after = self._go_on(begun, begun.foreseen.models, last)
+            self.preparation.stock(self.round + 2, ready.replicas)
             answers = begun.found.numpy()
             records = as_foreseen(begun, begun.foreseen, answers)
             if records is not None:
@@ -227,6 +229,8 @@ class Simulation:
                 return
             self._begun = None  # the next round has taken this one's place on the device
             begun = self._begin(ready)
+        if not begun.turns:
+            begun = replace(begun, turns=self._arrived(begun.updates, ready))
         (losses, right), *products = begun.found.numpy()
         measured = told.measured if told is not None else (losses, right) if begun.measuring else None
         verdicts = self._judge(begun, products, measured)
@@ -240,7 +244,7 @@ class Simulation:
 
     def _settle(self, begun: Begun, foreseen: Foreseen, measured: Floats, records: list[dict[str, Any]]) -> None:
         """A round went as foreseen: every replica's new model and record."""
-        ready, count = begun.ready, len(begun.turns[0].kept)
+        ready, count = begun.ready, len(begun.ready.asked[0])
         asked, coefficients = [own.tolist() for own in ready.asked], foreseen.coefficients.tolist()
         losses = measured[0].reshape(-1, count).tolist() if begun.measuring else [[] for _ in asked]
         for number, replica in enumerate(ready.replicas):
@@ -486,14 +490,16 @@ class Simulation:
                 record |= {"losses": told.measured[0][mine].tolist(), **said(told.leanings[number])}
             replica.rounds.append(record | {"answered": len(asked), "bytes_down": 0, "bytes_up": 0})
 
-    def _arrived(self, number: int, updates: Tensor, ready: Ready) -> Turn:
-        """The rows of a replica that arrived, in the form in which `aggregate` reads them."""
-        rows, lost = updates[ready.rows(number)], ready.lost[number]
-        given, kept = Updates(self._layout_of(updates), (rows,), len(rows)), np.flatnonzero(~lost)
-        if lost.any():
-            given = given.select(kept.tolist())
-        state = ready.replicas[number].state
-        return Turn(given, [] if state is None else state.memory.pieces(given), kept)
+    def _arrived(self, updates: Tensor, ready: Ready) -> list[Turn]:
+        """The rows of each replica that arrived, in the form in which `aggregate` reads them."""
+        turns, layout = [], self._layout_of(updates)
+        for number, (replica, lost) in enumerate(zip(ready.replicas, ready.lost, strict=True)):
+            rows, kept = updates[ready.rows(number)], np.flatnonzero(~lost)
+            given = Updates(layout, (rows,), len(rows))
+            if lost.any():
+                given = given.select(kept.tolist())
+            turns.append(Turn(given, [] if replica.state is None else replica.state.memory.pieces(given), kept))
+        return turns
 
     def _answers(self, replicas: int) -> Then:
         """What follows on a round's training: all that the server wants to know, in one piece.
@@ -647,10 +653,10 @@ class Simulation:
 
     def _see_who_fell(self, begun: Begun, after: Floats, before: Floats) -> None:
         """Each participant's own loss after the round, and the share of them whose loss is lower now."""
-        for number, turn in enumerate(begun.turns):
-            if len(turn.kept):
-                now, then = (losses[begun.ready.rows(number)][turn.kept] for losses in (after, before))
-                record = begun.ready.replicas[number].rounds[-1]
+        for number, replica in enumerate(begun.ready.replicas):
+            rows = begun.ready.answering(number)
+            if len(rows):
+                now, then, record = after[rows], before[rows], replica.rounds[-1]
                 record |= {"losses_after": now.tolist(), "fell": float((now < then).mean())}
 
     # ------------------------------------------------------------------------------------------------ evaluation
