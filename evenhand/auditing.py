@@ -188,7 +188,8 @@ def audit(
         data: a CSV, TSV or Parquet file, a data frame, or a mapping of columns ({"y": [...], "yhat": [...]}).
         label, prediction, score, client: names of columns. The score is the positive class's probability; without a
             prediction column, the positive class is predicted from `threshold` on.
-        sensitive: names of the columns that say who somebody is, "sex,race"; "age:25,41,65" makes bands of a number.
+        sensitive: names of the columns that say who somebody is, "sex,race"; "age:25,41,65" makes bands of a number,
+            "race:White|Black" these two groups and `other`.
         positive: the class that is the good (or bad) news; see `group_fairness`.
         bounds: limits by measure, {"dp": 0.1, "client_gap": 0.15}; "sex.dp" holds for that attribute alone, and
             "sex & race.dp" for an intersection (a plain name holds for every attribute, not for intersections).

@@ -99,7 +99,10 @@ ClientColumn = Annotated[
 ]
 Sensitive = Annotated[
     str | None,
-    typer.Option(metavar="COLUMNS", help="Columns that say who somebody is: sex,race; age:25,41,65 makes bands."),
+    typer.Option(
+        metavar="COLUMNS",
+        help="Columns that say who somebody is: sex,race; age:25,41,65 makes bands, race:A|B groups A, B, other.",
+    ),
 ]
 Partition = Annotated[
     str | None, typer.Option(metavar="KIND", help="Who holds what (evenhand partitions): iid, pat:2, dir:0.1, ...")

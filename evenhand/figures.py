@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
-BINS = np.arange(0, 101, 5)  # of accuracies, in percent
 SHARES = ("mean", "worst", "best", "min", "max", "client", "pooled_accuracy", "fell")  # between 0 and 1
 
 
@@ -94,15 +93,22 @@ def _curves(found: Reproduction, figure: Figure, part: Part, quirks: bool) -> It
 
 
 def _distributions(found: Reproduction, figure: Figure, part: Part, quirks: bool) -> Iterator[tuple[str, str]]:
-    lines = []
-    middles = (BINS[:-1] + BINS[1:]) / 2
-    for colour, row in _shown(found, part, quirks):
-        known = found.clients(part, row, quirks)
+    shown = [(colour, row, found.clients(part, row, quirks)) for colour, row in _shown(found, part, quirks)]
+    lines, bins = [], _bins([one for _, _, known in shown for one in known])
+    for colour, row, known in shown:
         if known:
-            shares = [np.histogram(np.clip(100.0 * one, 0, 100), BINS)[0] / len(one) for one in known]
-            lines.append(_line(row.name, middles, 100.0 * np.array(shares), colour))
+            shares = [np.histogram(np.clip(100.0 * one, 0, 100), bins)[0] / len(one) for one in known]
+            lines.append(_line(row.name, (bins[:-1] + bins[1:]) / 2, 100.0 * np.array(shares), colour))
     if lines:
-        yield "", line_chart(lines, x_title="accuracy, %", y_title="clients, %", floor=0.0)
+        begin = float(bins[0])
+        yield "", line_chart(lines, x_title="accuracy, %", y_title="clients, %", floor=0.0, start=begin)
+
+
+def _bins(accuracies: Sequence[Floats]) -> Floats:
+    """Edges of bins, in percent, from below the lowest accuracy on; narrower where all are high."""
+    least = 100.0 * min((float(np.nanmin(one)) for one in accuracies), default=0.0)
+    low = max(0.0, 5.0 * (least // 5.0) - 5.0)
+    return np.arange(low, 100.1, 2.5 if low >= 50.0 else 5.0)
 
 
 def _points(found: Reproduction, figure: Figure, part: Part, quirks: bool) -> Iterator[tuple[str, str]]:

@@ -17,6 +17,7 @@ from alive import alive, gone
 import evenhand as eh
 from evenhand import cli, recipe, reproduction, reruns
 from evenhand.checks import EvenhandError
+from evenhand.figures import _bins
 from evenhand.recipe import FOLDER, find_recipe, read_recipe
 from evenhand.reproduction import FAILS, HOLDS, UNTOLD, Result, reproduce
 
@@ -612,6 +613,17 @@ def test_every_kind_of_figure(tiny, tmp_path, figure, charts, inside):
     picture = (tmp_path / "figure.svg").read_text()
     assert picture.count("<svg ") == 1 + charts
     assert inside in picture
+
+
+@pytest.mark.parametrize(
+    ("least", "first", "width"),
+    [(0.0, 0.0, 5.0), (0.031, 0.0, 5.0), (0.5, 45.0, 5.0), (0.56, 50.0, 2.5), (1.0, 95.0, 2.5)],
+)
+def test_a_distribution_begins_below_the_lowest_accuracy(least, first, width):
+    edges = _bins([np.array([1.0, np.nan]), np.array([least, 1.0])])
+    assert (edges[0], edges[-1]) == (first, 100.0)
+    assert np.diff(edges) == pytest.approx(width)
+    assert _bins([]).tolist() == list(range(0, 101, 5))
 
 
 # ------------------------------------------------------------------------------------------------ refusals

@@ -83,7 +83,11 @@ class Groups:
 
 
 def sensitive_columns(said: str, table: Mapping[str, np.ndarray], wanted: str | Sequence[str]) -> dict[str, np.ndarray]:
-    """The wanted columns (`"sex,race"`) by name; `"age:25,41,65"` puts a number into bands, as column `age_band`."""
+    """The wanted columns (`"sex,race"`) by name.
+
+    `"age:25,41,65"` puts a number into bands, as column `age_band`; `"race:White|Black"` names the groups that are
+    wanted and puts everyone else into `other`, as column `race_group`.
+    """
     found = {}
     for word in attribute_names(wanted):
         name, _, edges = (word, "", "") if word in table else word.partition(":")
@@ -93,7 +97,10 @@ def sensitive_columns(said: str, table: Mapping[str, np.ndarray], wanted: str | 
             raise EvenhandError(f"{said} has no column {name!r}{close} (it has {_listed(table)})")
         column = table[name]
         if edges:
-            found[f"{name}_band"] = _banded(said, name, column, edges)
+            words = column.dtype.kind not in "fiu"
+            found[f"{name}_{'group' if words else 'band'}"] = (_grouped if words else _banded)(
+                said, name, column, edges
+            )
             continue
         kinds, numbers = len(np.unique(column)), column.dtype.kind in "fiu"
         if kinds > (MOST_NUMBERS if numbers else MOST_GROUPS):
@@ -146,8 +153,6 @@ def _banded(said: str, name: str, column: np.ndarray, edges: str) -> np.ndarray:
         limits = []
     if not limits or not all(map(math.isfinite, limits)) or limits != sorted(set(limits)):
         raise EvenhandError(f"{said}: {name}:{edges} needs the edges of the bands, rising, such as {name}:25,41,65")
-    if column.dtype.kind not in "fiu":
-        raise EvenhandError(f"{said}: column {name!r} holds words, which have no bands; write {name!r} alone")
     values = column.astype(np.float64)
     known = values[~np.isnan(values)]
     whole = all(edge.is_integer() for edge in limits) and bool((known == np.round(known)).all())
@@ -158,6 +163,19 @@ def _banded(said: str, name: str, column: np.ndarray, edges: str) -> np.ndarray:
     names.append(f"{_short(limits[-1])}+")
     placed = np.array(names)[np.searchsorted(limits, values, side="right")]
     return np.where(np.isnan(values), "", placed)
+
+
+def _grouped(said: str, name: str, column: np.ndarray, wanted: str) -> np.ndarray:
+    """Each word that is one of those wanted (`White|Black`), `other` in the place of any other; missing: empty."""
+    words, there = spoken(column), [word.strip() for word in wanted.split("|")]
+    known = sorted({*words.tolist()} - {""})
+    for word in there:
+        if word not in known:
+            raise EvenhandError(
+                f"{said}: nobody's {name} is {word!r}{near_miss(word, known)} (it is one of {_listed(known)}); name "
+                f"the groups like {name}:{'|'.join(known[:2])}, or write {name!r} alone for all"
+            )
+    return np.where(np.isin(words, ["", *there]), words, "other")
 
 
 def _thirds(column: np.ndarray) -> str:

@@ -41,7 +41,8 @@ def own_file(
 
     In a table every other column is an input: text columns one-hot, numbers standardised, both fitted on the training
     rows (`test` of the rows are drawn as the test set; `order="file"`: the last ones; 0: no split, fitted on all).
-    `sensitive` columns say who somebody is: `sex,race`, or `age:25,41,65` for bands of a number. The client column, the
+    `sensitive` columns say who somebody is: `sex,race`, or `age:25,41,65` for bands of a number, or
+    `race:White|Black` for these groups and all others as one. The client column, the
     `drop` columns and, with include_sensitive=False, the sensitive ones are no inputs. In an npz file `inputs` names
     the array of inputs, `target` the labels, and other arrays with one value per sample become columns.
     """

@@ -1,12 +1,14 @@
 """Adult, COMPAS and Bank Marketing: tables about people, with their sensitive attributes, from the raw official files.
 
-Preparation is fitted on the training rows alone. `sensitive` names the attributes: columns of words, or `age:25,41,65`
-for bands of a number. `include_sensitive=False` keeps them, and what their bands were drawn from, out of the inputs.
+Preparation is fitted on the training rows alone. `sensitive` names the attributes: columns of words, `race:Caucasian`
+for some words and all others as one group, `age:25,41,65` for bands of a number. `include_sensitive=False` keeps them,
+and what they were drawn from, out of the inputs.
 
 mFairFL looks at these (its tables 1, 2 and S2 at the first, its table S3 at the second):
 
     adult   sex        sex,age_band         ages 25-40, 41-65, other
-    compas  sex        sex,race             race as in the file: the paper does not say how many groups it makes
+    compas  sex        sex,race:Caucasian   the paper does not say how many groups it makes; two, as FedFB's code has
+                                            it, since of the six in the file two have 32 and 18 people
     bank    age_group  age_band,marital     ages 20-40, 41-60, other; where it cuts age in two it does not say, so
                                             age_group is 25-60 or other, the custom since Zafar et al. (2017)
 

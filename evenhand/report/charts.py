@@ -54,14 +54,16 @@ def line_chart(
     ceiling: float = math.inf,
     digits: int = 1,
     least: float = 1.0,
+    start: float = 0.0,
 ) -> str:
-    """Lines over rounds, each named at its end where the chart has room for the names."""
+    """Lines over rounds, or anything else from `start` on, each named at its end where there is room for the names."""
     everything = [values for line in lines for values in (line.y, line.low, line.high) if values is not None]
     low, high = span(everything, floor, ceiling)
     named = 1 < len(lines) <= NAMED
     names = [shortened(line.name, NAME) for line in lines]
     margin = RIGHT + (max(map(len, names)) * WIDE_LETTER + 10 if named else 0)
-    x = Axis(0.0, max([float(line.x.max()) for line in lines if len(line.x)] + [1.0]), LEFT, WIDTH - margin)
+    ends = [float(line.x.max()) for line in lines if len(line.x)]
+    x = Axis(start, max([*ends, start + 1.0]), LEFT, WIDTH - margin)
     y = Axis(low, high, HEIGHT - BOTTOM, TOP)
     parts = [*grid(x, y, x_title, y_title, least=least)]
     faint = len(lines) > 3

@@ -11,7 +11,7 @@ from scipy.stats import multivariate_normal
 
 import evenhand as eh
 from evenhand.data import load, partition
-from evenhand.data.attributes import Attribute, attribute_names, in_order, sensitive_columns
+from evenhand.data.attributes import Attribute, attribute_names, drawn_from, in_order, sensitive_columns
 
 WORDS = st.lists(st.sampled_from(["F", "M", "", "unknown", "10", "9", "<9", "9-12"]), min_size=1, max_size=40)
 
@@ -120,6 +120,27 @@ def test_bands_hold_what_their_names_say(edges, values, half):
 def test_a_missing_number_is_in_no_band():
     (found,) = sensitive_columns("t", {"age": np.array([20.0, np.nan, 1e6])}, "age:25,1000000").values()
     assert Attribute.of("age_band", found).values == ("<25", "1000000+", "unknown")
+
+
+def test_groups_may_be_named_and_all_others_are_one():
+    table = {"race": np.array(["White", "Black", "Asian", "", "Other"]), "age": np.arange(5.0)}
+    found = sensitive_columns("t", table, "race: White|Black , age:2")
+    assert {name: column.tolist() for name, column in found.items()} == {
+        "race_group": ["White", "Black", "other", "", "other"],
+        "age_band": ["<2", "<2", "2+", "2+", "2+"],
+    }
+    assert sensitive_columns("t", table, ["race:White"])["race_group"].tolist() == [
+        "White",
+        "other",
+        "other",
+        "",
+        "other",
+    ]
+    assert drawn_from("race_group") == "race"
+    with pytest.raises(eh.EvenhandError, match=r"t: nobody's race is 'Whit'; did you mean 'White'.*race:Asian\|Black"):
+        sensitive_columns("t", table, "race:Whit|Black")
+    with pytest.raises(eh.EvenhandError, match="age:White needs the edges of the bands"):
+        sensitive_columns("t", table, "age:White")
 
 
 def test_too_many_groups_are_refused():

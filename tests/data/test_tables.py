@@ -258,7 +258,7 @@ def test_an_npz_of_ones_own(tmp_path):
         ({"sensitive": "sex,dose"}, "'dose' holds 40 different values, too many .* such as dose:6.5,13"),
         ({"sensitive": "age:40,30"}, "age:40,30 needs the edges of the bands, rising"),
         ({"sensitive": "age:old"}, "age:old needs the edges of the bands"),
-        ({"sensitive": "sex:1,2"}, "'sex' holds words, which have no bands"),
+        ({"sensitive": "sex:1,2"}, "nobody's sex is '1,2'"),
         ({"max_levels": 2}, "text column 'site' holds 3 different values.*drop='site', or raise max_levels=2"),
         ({"drop": "age,sex,dose,site"}, "no feature columns are left"),
         ({"test": 1.5}, "test=1.5 must be a number"),
