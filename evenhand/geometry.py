@@ -37,6 +37,7 @@ PARTIALS = 1 << 20  # bytes of such sums held at once: a cache's worth
 BUFFER = 16 << 20  # bytes of the gather buffer
 SIDE_BY_SIDE = 64 << 20  # bytes of several cohorts' rows copied at once
 STAGED = 64 << 10  # bytes that CUDA takes from any memory at once; more only from pinned memory
+FEW, WIDE = 0.8, 1 << 14  # of a combination's rows, and their columns: from where on it is made row by row on a CPU
 TILE = 256  # rows per tile when only the upper triangle of a large Gram matrix is computed
 TINY, HUGE = 1e-28, 1e34  # squared norms outside this range are not trusted in float32
 
@@ -723,9 +724,16 @@ def combine(
             if (kind, device) not in placed:
                 placed[kind, device] = [sent(scales[:1] if alike else scales, kind, device) for _, scales in sources]
             out: Tensor | None = None if own is None else own[part]
-            for (source, _), weights in zip(sources, placed[kind, device], strict=True):
+            for (source, scales), weights in zip(sources, placed[kind, device], strict=True):
                 for block, span in [(0, slice(0, size))] if alike else spans:
+                    some = np.flatnonzero(scales[block]).tolist()
+                    few = device.type == "cpu" and len(some) <= FEW * len(source) and span.stop - span.start >= WIDE
                     for columns, rows in source.stretches(part, kind, spare, span):
+                        if few:  # the others need not be read
+                            out = torch.zeros(size, dtype=kind, device=device) if out is None else out
+                            for row in some:
+                                out[columns].add_(rows[row], alpha=float(scales[block, row]))
+                            continue
                         if out is None and columns == slice(0, size):
                             out = torch.mv(rows.T, weights[block])
                             continue

@@ -700,6 +700,31 @@ def test_remembered_rows_come_after_the_present_ones():
     torch.testing.assert_close(only.double(), wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("precise", [False, True])
+@pytest.mark.parametrize("given", [False, True])
+def test_rows_that_do_not_count_are_not_read(dtype, precise, given):
+    """Wide rows of which few have a coefficient, per layer, remembered ones too; the others may hold anything."""
+    now, then = random(6, 40_000, dtype), random(9, 40_000, dtype, seed=1)
+    updates = read_updates(now, [20_000, 20_000])
+    past = past_updates(updates, (then,), len(then))
+    coefficients = np.zeros((2, 15))
+    coefficients[0, [1, 4, 7, 14]], coefficients[1, [0, 8]] = [1.0, -2.0, 0.5, 3.0], [-1.0, 2.5]
+    whole = torch.cat([now, then]).double()
+    wanted = torch.cat(
+        [torch.tensor(own) @ half for own, half in zip(coefficients, whole.split(20_000, 1), strict=True)]
+    )
+    then[3] = torch.nan
+    parts = coefficients[:, :6], updates, [(past, coefficients[:, 6:])]
+    own = combine(*parts[:2], precise=precise) if given else None
+    found = combine(*parts, precise=precise, own=own)[0]
+    assert found.dtype == (torch.float64 if precise or dtype == torch.float64 else torch.float32)
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
+    nobody = combine(np.zeros((2, 6)), updates, precise=precise)[0]
+    assert not nobody.any()
+    assert nobody.shape == (40_000,)
+
+
 def test_the_precise_path_survives_cancellation():
     """Terms a million times longer than their sum: float32 would lose it, float64 does not."""
     common, small = random(1, 4_000), 1e-6 * random(1, 4_000, seed=1)
