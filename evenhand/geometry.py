@@ -726,23 +726,28 @@ def combine(
             out: Tensor | None = None if own is None else own[part]
             for (source, scales), weights in zip(sources, placed[kind, device], strict=True):
                 for block, span in [(0, slice(0, size))] if alike else spans:
-                    some = np.flatnonzero(scales[block]).tolist()
-                    few = device.type == "cpu" and len(some) <= FEW * len(source) and span.stop - span.start >= WIDE
+                    few = _few(scales[block], span, device)
                     for columns, rows in source.stretches(part, kind, spare, span):
-                        if few:  # the others need not be read
-                            out = torch.zeros(size, dtype=kind, device=device) if out is None else out
-                            for row in some:
-                                out[columns].add_(rows[row], alpha=float(scales[block, row]))
-                            continue
-                        if out is None and columns == slice(0, size):
+                        if out is None and few is None and columns == slice(0, size):
                             out = torch.mv(rows.T, weights[block])
                             continue
                         if out is None:
                             out = torch.zeros(size, dtype=kind, device=device)
-                        out[columns].addmv_(rows.T, weights[block])
+                        if few is None:
+                            out[columns].addmv_(rows.T, weights[block])
+                            continue
+                        for row in few:
+                            out[columns].add_(rows[row], alpha=float(scales[block, row]))
             assert out is not None
             combined.append(out)
     return combined
+
+
+def _few(scales: Floats, span: slice, device: torch.device) -> list[int] | None:
+    """The rows that count, where it is less work to read them alone."""
+    if device.type != "cpu" or span.stop - span.start < WIDE or np.count_nonzero(scales) > FEW * len(scales):
+        return None
+    return np.flatnonzero(scales).tolist()
 
 
 # Several cohorts' rows in one matrix, as many of each, one cohort after another: one launch in place of many.

@@ -96,13 +96,14 @@ def sensitive_columns(said: str, table: Mapping[str, np.ndarray], wanted: str | 
             close = f"; did you mean {other!r}?" if other in table else near_miss(name, table)
             raise EvenhandError(f"{said} has no column {name!r}{close} (it has {_listed(table)})")
         column = table[name]
-        if edges:
-            words = column.dtype.kind not in "fiu"
-            found[f"{name}_{'group' if words else 'band'}"] = (_grouped if words else _banded)(
-                said, name, column, edges
-            )
+        numbers = column.dtype.kind in "fiu"
+        if edges and numbers:
+            found[f"{name}_band"] = _banded(said, name, column, edges)
             continue
-        kinds, numbers = len(np.unique(column)), column.dtype.kind in "fiu"
+        if edges:
+            found[f"{name}_group"] = _grouped(said, name, column, edges)
+            continue
+        kinds = len(np.unique(column))
         if kinds > (MOST_NUMBERS if numbers else MOST_GROUPS):
             way_out = f"{MOST_GROUPS} are the most"
             if numbers:
