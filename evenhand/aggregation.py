@@ -17,7 +17,7 @@ from evenhand.geometry import Floats, Layers, Layout, Updates, combine, products
 from evenhand.methods import Method, method
 from evenhand.methods.base import Ask, Client, Memo, Round, Weights
 from evenhand.solvers import calm_blas, submatrix
-from evenhand.state import Memory, State, kept_window, window_of
+from evenhand.state import Memory, State, window_of
 
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
 
@@ -364,7 +364,8 @@ class Opened:
         seen = self.state.seen if self.state is not None else frozenset()
         seen = seen | set(present) if kind == "expected" else frozenset()
         window = window_of(kind, len(seen), len(present))
-        kept = memory.absent(present, self.index, kept_window(kind, window))
+        fewest = len(present) if self.state is None else min(len(present), self.state.fewest)
+        kept = memory.absent(present, self.index, window_of(kind, len(seen), fewest))
         used = kept[self.index - memory.rounds[kept] <= window]
         between = memory.between(with_past, len(present), len(products))
         moment = Round(
@@ -389,7 +390,8 @@ class Opened:
         scales = memory.spread(coefficients[:, len(present) :], used) if len(used) else []
         past = [(rows, own) for rows, own in zip(memory.pieces(here), scales, strict=bool(len(used))) if own.any()]
         combination = Combination(moment.gram, coefficients)
-        return Weighed(self, here, good, excluded, moment, weights, combination, past, seen, kept, between[:, :, kept])
+        between = between[:, :, kept]
+        return Weighed(self, here, good, excluded, moment, weights, combination, past, seen, fewest, kept, between)
 
 
 @dataclass(frozen=True)
@@ -405,6 +407,7 @@ class Weighed:
     combination: Combination  # of all rows, present and remembered
     past: list[tuple[Updates, Floats]]  # remembered rows with their coefficients
     seen: frozenset[Client]
+    fewest: int  # clients present in any round so far
     kept: np.ndarray[Any, np.dtype[np.int64]]
     between: Floats  # products of the present rows with the kept ones
 
@@ -447,6 +450,7 @@ class Weighed:
                 round=opened.index,
                 named=opened.named,
                 seen=self.seen,
+                fewest=self.fewest,
                 layout=layout.signature,
                 rule_memo=self.weights.memo,
                 server_memo=server_memo,

@@ -625,6 +625,24 @@ def test_long_rounds_are_played_in_stretches(name, epochs, monkeypatch):
         assert one.rounds[-1]["losses"] == pytest.approx(other.rounds[-1]["losses"], rel=1e-3)
 
 
+@pytest.mark.parametrize("name", ["mfairfl", "fpfl", "indfair", "cenfair"])
+def test_what_is_followed_goes_on_from_stretch_to_stretch(name, monkeypatch):
+    settings = {**GROUPED, "work.batch_size": 4, "work.lr": 0.1, "work.epochs": 2, "rounds": 3, "seeds": [0, 1]}
+    plain, stretched = simulation_of(name, **settings), simulation_of(name, **settings)
+    monkeypatch.setattr(worker, "LONGEST", 16)
+    stretched.worker.replayed, stretched.together = Replayed(), True
+    stretched.worker.replayed.LIMIT = 0
+    trained, lengths = stretched.local._train, []
+    monkeypatch.setattr(type(stretched.local), "_train", lambda *g: lengths.append(g[3].steps) or trained(*g[1:]))
+    stretched.run()
+    assert set(lengths) == {16}
+    monkeypatch.undo()
+    plain.run()
+    for one, other in zip(plain.replicas, stretched.replicas, strict=True):
+        both = (one.model, other.model) if one.personal is None else (one.personal, other.personal)
+        torch.testing.assert_close(*both, rtol=1e-4, atol=1e-6)
+
+
 # ---------------------------------------------------------- all replicas at once, rounds begun before the last is over
 
 GROUPED = {"data": "synthetic-groups", "clients": None, "participation": 1.0, "model": "logistic"}

@@ -460,7 +460,7 @@ class Simulation:
                 rows[ready.rows(number)] = replica.personal[chosen]
         columns = self._columns(ready, [getattr(replica.method.objective, "lam", 0.0) for replica in ready.replicas])
         for part, batches in ready.parts():
-            self.local.train(rows[part], received[part], batches, columns.part(part))
+            self.worker.train(rows[part], received[part], batches, columns.part(part))
         for number, replica in enumerate(ready.replicas):
             if replica.personal is not None:
                 chosen = torch.from_numpy(ready.asked[number]).to(self.device)
@@ -479,7 +479,7 @@ class Simulation:
         told = self._tell(rows, ready)
         columns = self._columns(ready, [0.0] * len(ready.replicas), told)
         for part, batches in ready.parts():
-            self.local.train(rows[part], rows[part], batches, columns.part(part))
+            self.worker.train(rows[part], None, batches, columns.part(part))
         seconds = (perf_counter() - started) / len(ready.replicas)
         for number, replica in enumerate(ready.replicas):
             assert replica.personal is not None

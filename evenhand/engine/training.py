@@ -23,7 +23,7 @@ PRECISIONS = {
     "tf32": "products and convolutions on a GPU's matrix units, which read 10 bits after the point",
     "float32": "in full float32",
 }
-AT_ONCE = 8192  # samples of a feed-forward network measured at once
+AT_ONCE = {"cpu": 8192, "cuda": 32768}  # samples of a feed-forward network measured at once
 AT_ONCE_LARGE = {"cpu": 256, "cuda": 1024}  # of others, whose activations may be large
 STREAMS = 16  # rows of the sequential program that a GPU works on at the same time
 MEMORY = 64.0  # samples of a cell that its mean probability remembers
@@ -213,10 +213,15 @@ class Following:
         self.alpha, self.damping, self.one_sided = (limit.unsqueeze(1) for limit in limits.unbind(1))
 
     @classmethod
-    def of(cls, columns: Columns) -> Following | None:
+    def of(cls, columns: Columns, reached: Tensor | None = None) -> Following | None:
+        """reached: the cells' means by now, which are changed in place, where steps came before."""
         found = columns.named()
         wanted = ("slopes", "changes", "means", "gaps", "limits", "sharpness")
-        return cls(*(found[name] for name in wanted)) if all(name in found for name in wanted) else None
+        if not all(name in found for name in wanted):
+            return None
+        made = cls(*(found[name] for name in wanted))
+        made.means = made.means if reached is None else reached
+        return made
 
     def tables(self, base: Tensor) -> Tensor:
         """What is told now: the base, and a push along every gap's slope."""
@@ -316,15 +321,17 @@ class Local:
         batches: Batches,
         columns: Columns,
         velocity: Tensor | None = None,
+        reached: Tensor | None = None,
     ) -> None:
         """Train every row in place, wherever it starts, with a pull towards `received`.
 
-        velocity: of momentum, where it comes from steps before and is wanted for steps to come.
+        velocity: of momentum, where it comes from steps before and is wanted for steps to come; reached: likewise the
+        cells' means, of constraints that are followed.
         """
         if self._uneven(batches, batches.weights, columns):
             self._train_in_patches(rows, received, batches, columns, velocity)
         else:
-            self._train(rows, received, batches, self._samples(batches), columns, velocity)
+            self._train(rows, received, batches, self._samples(batches), columns, velocity, reached)
 
     @_precisely
     def measure(self, models: Tensor, batches: Batches, samples: Callable[[slice], Tensor] | None = None) -> Tensor:
@@ -404,6 +411,7 @@ class Local:
         samples: Callable[[slice], Tensor],
         columns: Columns,
         velocity: Tensor | None = None,
+        reached: Tensor | None = None,
     ) -> Tensor:
         """All local steps, in place; returns the scores of the first one."""
         tensors, work, weights, rates = self.shape.views(rows), self.work, batches.weights, columns.rates
@@ -414,7 +422,7 @@ class Local:
         active = None if plain or batches.steady else (weights > 0).any(2).to(rows.dtype)
         if columns.momentum is not None and velocity is None:
             velocity = torch.zeros_like(rows)
-        first, followed = rows.new_empty(0), Following.of(columns)
+        first, followed = rows.new_empty(0), Following.of(columns, reached)
         for step in range(batches.steps):
             index, now, counts = batches.indices[:, step], slice(step, step + 1), weights[:, step]
             seen, wanted = samples(now).squeeze(1), self._wanted(batches, now).squeeze(1)
@@ -434,7 +442,8 @@ class Local:
                     rate = rates if active is None else rates * active[:, step : step + 1]
                     self._step(rows, received, found, rate, columns, velocity)
             first = scores if step == 0 else first
-            if followed is not None and self.cells is not None and step + 1 < batches.steps:
+            more = reached is not None or step + 1 < batches.steps
+            if followed is not None and self.cells is not None and more:
                 followed.see(scores, self._cells(index, wanted), counts > 0)
         return first
 
@@ -583,9 +592,8 @@ def _means(scores: Tensor, targets: Tensor, shares: Tensor) -> Tensor:
 
 def samples_at_once(program: Program, device: torch.device) -> int:
     """How many samples are measured at once."""
-    return (
-        AT_ONCE if isinstance(program, FeedForward) and not program.convolves else AT_ONCE_LARGE.get(device.type, 256)
-    )
+    small = isinstance(program, FeedForward) and not program.convolves
+    return (AT_ONCE if small else AT_ONCE_LARGE).get(device.type, 256)
 
 
 @dataclass(frozen=True)
@@ -595,7 +603,7 @@ class Asked:
     inputs: Tensor
     targets: Tensor
     samples: Samples
-    at_once: int = AT_ONCE
+    at_once: int = AT_ONCE["cpu"]
     cells: Tensor | None = None
     cell_count: int = 0
     precision: str = "float32"

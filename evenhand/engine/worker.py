@@ -41,7 +41,7 @@ class Worker:
         """
         more = beside or {}
         if self.replayed is None or batches.steps > LONGEST:
-            if self.replayed is None or columns.tables is not None:
+            if self.replayed is None:
                 updates, measured = self.local.round(models, batches, columns, measuring=measuring, out=out)
             else:
                 updates, measured = self._in_stretches(models, batches, columns, measuring)
@@ -59,32 +59,46 @@ class Worker:
         self, models: Tensor, batches: Batches, columns: Columns, measuring: bool
     ) -> tuple[Tensor, Tensor]:
         """As `Local.round`, with a graph of some steps that is replayed for one stretch of them after another."""
-        assert self.replayed is not None
         rows = models.repeat_interleave(len(batches.indices) // len(models), dim=0)
-        state = {"rows": rows}
-        if columns.looks_back:
-            state["received"] = rows.clone()
-        if columns.momentum is not None:
-            state["velocity"] = torch.zeros_like(rows)
         measured = models.new_full((2, len(rows)), torch.nan, dtype=torch.float64)
         if measuring:
             measured = self.local.measure(models, batches)
-        pieces = [batches.stretch(start, LONGEST) for start in range(0, batches.steps, LONGEST)]
-        kept = tuple(state)
+        trained = self._trained(rows, rows.clone() if columns.looks_back else None, batches, columns)
+        grouped = trained.view(len(models), -1, self.local.shape.total)
+        torch.sub(models.unsqueeze(1), grouped, out=grouped)
+        return trained, measured
+
+    def train(self, rows: Tensor, received: Tensor | None, batches: Batches, columns: Columns) -> None:
+        """As `Local.train`."""
+        if self.replayed is None:
+            self.local.train(rows, received, batches, columns)
+        else:
+            rows.copy_(self._trained(rows, received if columns.looks_back else None, batches, columns))
+
+    def _trained(self, rows: Tensor, received: Tensor | None, batches: Batches, columns: Columns) -> Tensor:
+        """The rows after all their steps, good until the next replay."""
+        assert self.replayed is not None
+        carried = {
+            "rows": rows,
+            "received": received,
+            "velocity": None if columns.momentum is None else torch.zeros_like(rows),
+            "reached": None if columns.means is None else columns.means.clone(),
+        }
+        state = {name: tensor for name, tensor in carried.items() if tensor is not None}
+        kept, count = tuple(state), min(LONGEST, batches.steps)
+        pieces = [batches.stretch(start, count) for start in range(0, batches.steps, max(count, 1))]
 
         def work(**given: Tensor) -> tuple[Tensor, ...]:
             held = {name: given.pop(name) for name in kept}
             own: dict[str, Any] = {name: given.pop(name) for name in pieces[0].tensors()}
-            steps = replace(pieces[0], **own)
-            self.local.train(held["rows"], held.get("received"), steps, Columns(**given), held.get("velocity"))
+            so_far = held.get("velocity"), held.get("reached")
+            self.local.train(held["rows"], held.get("received"), replace(pieces[0], **own), Columns(**given), *so_far)
             return tuple(held.values())
 
         for piece in pieces:
-            found = self.replayed(("stretch",), work, {**state, **piece.tensors(), **columns.named()})
+            found = self.replayed(("stretch", count), work, {**state, **piece.tensors(), **columns.named()})
             state = dict(zip(kept, found, strict=True))
-        grouped = state["rows"].view(len(models), -1, self.local.shape.total)
-        torch.sub(models.unsqueeze(1), grouped, out=grouped)
-        return state["rows"], measured
+        return state["rows"]
 
     def _replay(
         self,
