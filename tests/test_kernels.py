@@ -34,22 +34,23 @@ def near(found: torch.Tensor | None, expected: torch.Tensor | None) -> None:
 
 @pytest.mark.parametrize(("samples", "outputs", "inputs"), [(50, 20, 70), (3, 130, 33), (70, 10, 200)])
 @pytest.mark.parametrize("biased", [True, False])
-@pytest.mark.parametrize("below", [True, False])
-def test_linear_layers(samples, outputs, inputs, biased, below):
+@pytest.mark.parametrize("gated", [True, False])
+def test_linear_layers(samples, outputs, inputs, biased, gated):
     flat = drawn(ROWS, outputs * inputs + outputs + 5)  # weights are views of longer rows
     weight = flat[:, : outputs * inputs].view(ROWS, outputs, inputs)
     bias = flat[:, outputs * inputs : outputs * inputs + outputs] if biased else None
     x, error = drawn(ROWS, samples, inputs).relu(), drawn(ROWS, samples, outputs)
     plain = torch.bmm(x, weight.transpose(1, 2)) + (0.0 if bias is None else bias.unsqueeze(1))
     near(kernels.linear(x, weight, bias, relu=True, precision="ieee"), plain.relu())
+    near(
+        kernels.down(error, x, weight, gated=gated, precision="ieee"),
+        torch.bmm(error, weight) * (x > 0 if gated else 1),
+    )
     found = torch.empty(ROWS, outputs, inputs, device=DEVICE), torch.empty(ROWS, outputs, device=DEVICE)
-    how = {"below": below, "gated": True, "precision": "ieee"}
-    down = kernels.linear_back(error, x, weight, bias, found[0], found[1] if biased else None, step=False, **how)
+    kernels.gradient(error, x, weight, bias, found[0], found[1] if biased else None, step=False, precision="ieee")
     near(found[0], torch.bmm(error.transpose(1, 2), x))
-    if below:
-        near(down, torch.bmm(error, weight) * (x > 0))
     before = flat.clone()
-    kernels.linear_back(error, x, weight, bias, weight, bias, step=True, **how)
+    kernels.gradient(error, x, weight, bias, weight, bias, step=True, precision="ieee")
     near(weight, before[:, : outputs * inputs].view_as(weight) - found[0])
     if bias is not None:
         near(found[1], error.sum(1))
@@ -64,7 +65,7 @@ def test_rows_without_weight_stand_still():
     how = {"precision": "ieee", "active": active}
     near(kernels.linear(x, weight, bias, relu=False, **how)[0], (x[0] @ weight[0].T) + bias[0])
     moved = weight.clone(), bias.clone()
-    kernels.linear_back(error, x, weight, bias, *moved, below=False, gated=False, step=True, **how)
+    kernels.gradient(error, x, weight, bias, *moved, step=True, **how)
     near(moved[0][0], weight[0] - error[0].T @ x[0])
     assert torch.equal(moved[0][1], weight[1])
     assert torch.equal(moved[1][1], bias[1])
@@ -77,14 +78,28 @@ def test_rows_without_weight_stand_still():
         assert not found[1].any()
 
 
-def test_the_errors_of_scores():
-    scores, weights = drawn(ROWS, 50, 11), drawn(ROWS, 50).abs()
+@pytest.mark.parametrize(("classes", "inputs"), [(11, 70), (100, 20), (2, 130)])
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("below", [True, False])
+@pytest.mark.parametrize("gated", [True, False])
+def test_the_last_layer(classes, inputs, biased, below, gated):
+    x, weight, bias = drawn(ROWS, 50, inputs), drawn(ROWS, classes, inputs), drawn(ROWS, classes) if biased else None
+    weights = drawn(ROWS, 50).abs()
     weights[:, 40:] = 0.0  # padding
-    targets = torch.randint(0, 11, (ROWS, 50), generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    expected = (torch.softmax(scores, -1) - functional.one_hot(targets, 11)) * weights.unsqueeze(2)
-    found = kernels.error(scores, targets, weights)
-    near(found, expected)
-    assert not found[:, 40:].any()
+    targets = torch.randint(0, classes, (ROWS, 50), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    scores = torch.bmm(x, weight.transpose(1, 2)) + (0.0 if bias is None else bias.unsqueeze(1))
+    error = (torch.softmax(scores, -1) - functional.one_hot(targets, classes)) * weights.unsqueeze(2)
+    how = {"below": below, "gated": gated, "precision": "ieee"}
+    found = kernels.head(x, weight, bias, targets, weights, **how)
+    near(found[0], scores)
+    near(found[1], error)
+    assert not found[1][:, 40:].any()
+    assert (found[2] is not None) == below
+    if below:
+        near(found[2], torch.bmm(error, weight) * (x > 0 if gated else 1))
+    weights[1] = 0.0
+    again = kernels.head(x, weight, bias, targets, weights, skip=True, **how)
+    assert all(torch.equal(one[0], other[0]) for one, other in zip(found, again, strict=True) if one is not None)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from evenhand.checks import EvenhandError
-from evenhand.engine.programs import Batched, FeedForward, Layer, Lean, Tensors, feed_forward_layers
+from evenhand.engine.programs import Batched, FeedForward, Layer, Lean, Likeness, Tensors, feed_forward_layers
+from evenhand.engine.side import Side
 from evenhand.models.networks import PooledConv2d
 
 WIDEST = 128  # samples, channels and classes that one program of the kernels holds at once
@@ -81,47 +82,104 @@ class Fused(FeedForward):
     def step(
         self, tensors: Tensors, inputs: Tensor, targets: Tensor, weights: Tensor, lean: Lean | None = None
     ) -> Tensor:
-        narrow = lean is None and weights.shape[1] <= WIDEST
-        self._active = weights if narrow else None  # a row without any weight at this step is not even looked at
-        try:
+        if not self._narrow(tensors, weights, lean):
             return super().step(tensors, inputs, targets, weights, lean)
+        self._active = weights  # a row without any weight at this step is not even looked at
+        try:
+            return self._through(tensors, inputs, targets, weights, None)
         finally:
             self._active = None
 
-    def _forward(self, tensors: Tensors, inputs: Tensor) -> list[Tensor]:
-        """Of every convolution its images and which places won, then as in `FeedForward`."""
+    def gradients(
+        self,
+        tensors: Tensors,
+        inputs: Tensor,
+        targets: Tensor,
+        weights: Tensor,
+        lean: Lean | None = None,
+        likeness: Likeness | None = None,
+    ) -> tuple[list[Tensor], Tensor]:
+        if likeness is not None or not self._narrow(tensors, weights, lean):
+            return super().gradients(tensors, inputs, targets, weights, lean, likeness)
+        found: Tensors = {}
+        scores = self._through(tensors, inputs, targets, weights, found)
+        return [found[name] for name in tensors], scores
+
+    def _narrow(self, tensors: Tensors, weights: Tensor, lean: Lean | None) -> bool:
+        """Whether the kernels for linear layers hold all of a step's samples and classes at once."""
+        classes = tensors[f"{self.layers[-1].name}.weight"].shape[1]
+        return lean is None and max(weights.shape[1], classes) <= WIDEST
+
+    def _through(
+        self, tensors: Tensors, inputs: Tensor, targets: Tensor, weights: Tensor, found: Tensors | None
+    ) -> Tensor:
+        """Forwards and back with a kernel a layer; returns the scores. Gradients are found or taken off the weights."""
+        kept, flat = self._opened(tensors, inputs)
+        activations = [flat.flatten(2)]
+        how: dict[str, Any] = {"precision": self.precision, "active": self._active}
+        named = [(f"{layer.name}.weight", f"{layer.name}.bias" if layer.biased else None) for layer in self.layers]
+        given = [(tensors[weight], None if bias is None else tensors[bias]) for weight, bias in named]
+        for layer, own in zip(self.layers[:-1], given, strict=False):
+            activations.append(self.kernels.linear(activations[-1], *own, relu=layer.relu, **how))
+        last = len(self.layers) - 1
+        told = {"precision": self.precision, "skip": self._active is not None}
+        scores, error, below = self.kernels.head(
+            activations[last],
+            *given[last],
+            targets,
+            weights,
+            below=last > 0 or self.convolves,
+            gated=self._gated(last),
+            **told,
+        )
+        beside: list[tuple[Side, Tensor]] = []  # with the errors that they read, which must live as long
+        for depth in reversed(range(len(self.layers))):
+            x, (weight, bias) = activations[depth], given[depth]
+            if depth < last and (depth > 0 or self.convolves):
+                below = self.kernels.down(error, x, weight, gated=self._gated(depth), **how)
+            out = given[depth] if found is None else (torch.empty_like(weight), _like(bias))
+            with Side(weight.device) as side:
+                self.kernels.gradient(error, x, weight, bias, *out, step=found is None, **how)
+            beside.append((side, error))
+            if found is not None:
+                found |= {name: own for name, own in zip(named[depth], out, strict=True) if name and own is not None}
+            error = below
+        if self.convolves:
+            self._convolutions_back(tensors, kept, error, found)
+        for side, _ in beside:
+            side.join()
+        return scores
+
+    def _gated(self, depth: int) -> bool:
+        """Whether a ReLU stands below a linear layer."""
+        return depth > 0 and self.layers[depth - 1].relu
+
+    def _opened(self, tensors: Tensors, inputs: Tensor) -> tuple[list[Tensor], Tensor]:
+        """Of every convolution its images and which places won; and what the linear layers are given."""
         kept: list[Tensor] = []
-        if self.opening.convolutions:
-            rows, samples = inputs.shape[:2]
-            images = inputs.flatten(0, 1) if self.opening.form is None else self.opening.form(inputs.flatten(0, 1))
-            images = images.unflatten(0, (rows, samples)).permute(0, 1, 3, 4, 2).contiguous()
-            for name, _, padding, relu in self.opening.convolutions:
-                out, winner = self.kernels.convolve(
-                    images,
-                    tensors[f"{name}.weight"],
-                    tensors[f"{name}.bias"],
-                    padding=padding,
-                    relu=relu,
-                    precision=self.precision,
-                    active=self._active,
-                )
-                kept += [images, winner]
-                images = out
-            inputs = images.permute(0, 1, 4, 2, 3)  # a network flattens channel by channel
-        return [*kept, *super()._forward(tensors, inputs)]
+        if not self.opening.convolutions:
+            return kept, inputs
+        rows, samples = inputs.shape[:2]
+        images = inputs.flatten(0, 1) if self.opening.form is None else self.opening.form(inputs.flatten(0, 1))
+        images = images.unflatten(0, (rows, samples)).permute(0, 1, 3, 4, 2).contiguous()
+        for name, _, padding, relu in self.opening.convolutions:
+            out, winner = self.kernels.convolve(
+                images,
+                tensors[f"{name}.weight"],
+                tensors[f"{name}.bias"],
+                padding=padding,
+                relu=relu,
+                precision=self.precision,
+                active=self._active,
+            )
+            kept += [images, winner]
+            images = out
+        return kept, images.permute(0, 1, 4, 2, 3)  # a network flattens channel by channel
 
-    def _layer(self, tensors: Tensors, layer: Layer, x: Tensor) -> Tensor:
-        if x.shape[1] > WIDEST:
-            return super()._layer(tensors, layer, x)
-        bias = tensors[f"{layer.name}.bias"] if layer.biased else None
-        weight = tensors[f"{layer.name}.weight"]
-        how = {"relu": layer.relu, "precision": self.precision, "active": self._active}
-        return self.kernels.linear(x, weight, bias, **how)
-
-    def _error(self, scores: Tensor, targets: Tensor, weights: Tensor, lean: Lean | None) -> Tensor:
-        if lean is not None or max(scores.shape[1:]) > WIDEST:
-            return super()._error(scores, targets, weights, lean)
-        return self.kernels.error(scores, targets, weights)
+    def _forward(self, tensors: Tensors, inputs: Tensor) -> list[Tensor]:
+        """What `_opened` keeps, then as in `FeedForward`."""
+        kept, flat = self._opened(tensors, inputs)
+        return [*kept, *super()._forward(tensors, flat)]
 
     def _back(self, tensors: Tensors, activations: list[Tensor], error: Tensor, found: Tensors | None) -> Tensor:
         below = 2 * len(self.opening.convolutions)
@@ -148,37 +206,9 @@ class Fused(FeedForward):
             else:
                 found[f"{name}.weight"], found[f"{name}.bias"] = filters, biases
 
-    def _layer_back(
-        self,
-        tensors: Tensors,
-        layer: Layer,
-        x: Tensor,
-        error: Tensor,
-        below: bool,
-        gated: bool,
-        found: Tensors | None,
-    ) -> Tensor:
-        if x.shape[1] > WIDEST:
-            return super()._layer_back(tensors, layer, x, error, below, gated, found)
-        names = [f"{layer.name}.weight", *([f"{layer.name}.bias"] if layer.biased else [])]
-        given = [tensors[name] for name in names]
-        out = given if found is None else [torch.empty_like(tensor) for tensor in given]
-        if found is not None:
-            found.update(zip(names, out, strict=True))
-        down = self.kernels.linear_back(
-            error,
-            x,
-            given[0],
-            given[1] if layer.biased else None,
-            out[0],
-            out[1] if layer.biased else None,
-            below=below,
-            gated=gated,
-            step=found is None,
-            precision=self.precision,
-            active=self._active,
-        )
-        return error if down is None else down
+
+def _like(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else torch.empty_like(tensor)
 
 
 def _served(device: torch.device | None) -> bool:

@@ -1,10 +1,10 @@
 """GPU kernels for local training in which every row has weights of its own (Triton).
 
 A library's batched products need a launch for every product, bias, ReLU and update, and its convolutions know no row.
-Here a layer is one kernel forwards and one or two backwards: a layer's weights are read once, used for the error
-below, and written back updated; pooling, bias and ReLU happen where the convolution's sums are formed. Nothing is added
-up by atomics, so the same input gives the same bits. A row that stands still at a step is not even looked at. Sizes of
-blocks are those found fastest on an H200.
+Here a layer is one kernel forwards and two backwards, one for the error below and one for the gradient, which it takes
+off the weights; the last layer's scores, their error and the error below are one. Pooling, bias and ReLU happen where
+the sums of a convolution are formed. Nothing is added up by atomics, so the same input gives the same bits. A row that
+stands still at a step is not even looked at. Sizes of blocks are those found fastest on an H200.
 
 Rows come first everywhere; weights are views of the rows' flat parameters. Images have their channels last. A
 convolution is followed by 2x2 max-pooling, whose winner (0 to 3; 4 where ReLU cut it off) is kept in a byte.
@@ -62,28 +62,92 @@ def _linear(
 
 
 @triton.jit
-def _error(
-    scores, targets, weights, out, samples, classes, targets_row, weights_row, BM: tl.constexpr, BC: tl.constexpr
-):
-    row = tl.program_id(0).to(tl.int64)
-    m, c = tl.arange(0, BM), tl.arange(0, BC)
-    real = (m[:, None] < samples) & (c[None, :] < classes)
-    place = row * samples * classes + m[:, None] * classes + c[None, :]
-    score = tl.load(scores + place, mask=real, other=-float("inf"))
-    score = tl.where(m[:, None] < samples, score, 0.0)
+def _head(
+    x, weight, bias, targets, weights, scores, error, below, samples, x_row, weight_row, bias_row, targets_row,
+    weights_row, CLASSES: tl.constexpr, INPUTS: tl.constexpr, SKIP: tl.constexpr, BA: tl.constexpr,
+    BIASED: tl.constexpr, BELOW: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(1).to(tl.int64)
+    if SKIP:
+        if _still(weights + row * weights_row, samples, BA):
+            return
+    m, n = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, BN)
+    total = tl.zeros((BM, BN), dtype=tl.float32)
+    for start in range(0, INPUTS, BK):
+        k = start + tl.arange(0, BK)
+        inside = k[None, :] < INPUTS
+        a = tl.load(x + row * x_row + m[:, None] * INPUTS + k[None, :], mask=(m[:, None] < samples) & inside, other=0.0)
+        b = tl.load(
+            weight + row * weight_row + n[:, None] * INPUTS + k[None, :],
+            mask=(n[:, None] < CLASSES) & inside,
+            other=0.0,
+        )
+        total = tl.dot(a, tl.trans(b), total, input_precision=PRECISION)
+    if BIASED:
+        total += tl.load(bias + row * bias_row + n, mask=n < CLASSES, other=0.0)[None, :]
+    real = (m[:, None] < samples) & (n[None, :] < CLASSES)
+    place = row * samples * CLASSES + m[:, None] * CLASSES + n[None, :]
+    tl.store(scores + place, total, mask=real)
+    score = tl.where(n[None, :] < CLASSES, total, -float("inf"))
     share = tl.exp(score - tl.max(score, axis=1)[:, None])
     share = share / tl.sum(share, axis=1)[:, None]
     target = tl.load(targets + row * targets_row + m, mask=m < samples, other=-1)
-    weight = tl.load(weights + row * weights_row + m, mask=m < samples, other=0.0)
-    found = (share - tl.where(c[None, :] == target[:, None], 1.0, 0.0)) * weight[:, None]
-    tl.store(out + place, found, mask=real)
+    counts = tl.load(weights + row * weights_row + m, mask=m < samples, other=0.0)
+    found = (share - tl.where(n[None, :] == target[:, None], 1.0, 0.0)) * counts[:, None]
+    tl.store(error + place, found, mask=real)
+    if BELOW:
+        for start in range(0, INPUTS, BK):
+            k = start + tl.arange(0, BK)
+            inside = k[None, :] < INPUTS
+            b = tl.load(
+                weight + row * weight_row + n[:, None] * INPUTS + k[None, :],
+                mask=(n[:, None] < CLASSES) & inside,
+                other=0.0,
+            )
+            down = tl.dot(found, b, input_precision=PRECISION)
+            here = (m[:, None] < samples) & inside
+            if GATED:
+                a = tl.load(x + row * x_row + m[:, None] * INPUTS + k[None, :], mask=here, other=0.0)
+                down = tl.where(a > 0.0, down, 0.0)
+            tl.store(below + row * samples * INPUTS + m[:, None] * INPUTS + k[None, :], down, mask=here)
 
 
 @triton.jit
-def _linear_back(
-    error, x, weight, bias, weight_out, bias_out, below, active, samples, outputs, inputs,
+def _down(
+    error, x, weight, below, active, samples, x_row, weight_row, active_row,
+    OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, SKIP: tl.constexpr, BA: tl.constexpr,
+    GATED: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(1).to(tl.int64)
+    if SKIP:
+        if _still(active + row * active_row, samples, BA):
+            return
+    k = tl.program_id(0) * BK + tl.arange(0, BK)
+    m = tl.program_id(2) * BM + tl.arange(0, BM)
+    total = tl.zeros((BM, BK), dtype=tl.float32)
+    for start in range(0, OUTPUTS, BN):
+        n = start + tl.arange(0, BN)
+        here = error + row * samples * OUTPUTS + m[:, None] * OUTPUTS + n[None, :]
+        e = tl.load(here, mask=(m[:, None] < samples) & (n[None, :] < OUTPUTS), other=0.0)
+        w = tl.load(
+            weight + row * weight_row + n[:, None] * INPUTS + k[None, :],
+            mask=(n[:, None] < OUTPUTS) & (k[None, :] < INPUTS),
+            other=0.0,
+        )
+        total = tl.dot(e, w, total, input_precision=PRECISION)
+    real = (m[:, None] < samples) & (k[None, :] < INPUTS)
+    if GATED:
+        a = tl.load(x + row * x_row + m[:, None] * INPUTS + k[None, :], mask=real, other=0.0)
+        total = tl.where(a > 0.0, total, 0.0)
+    tl.store(below + row * samples * INPUTS + m[:, None] * INPUTS + k[None, :], total, mask=real)
+
+
+@triton.jit
+def _gradient(
+    error, x, weight, bias, weight_out, bias_out, active, samples, outputs, inputs,
     x_row, weight_row, bias_row, weight_out_row, bias_out_row, active_row, SKIP: tl.constexpr, BA: tl.constexpr,
-    BIASED: tl.constexpr, BELOW: tl.constexpr, GATED: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr,
+    BIASED: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
@@ -91,33 +155,31 @@ def _linear_back(
         if _still(active + row * active_row, samples, BA):
             return
     k = tl.program_id(0) * BK + tl.arange(0, BK)
+    n = tl.program_id(2) * BN + tl.arange(0, BN)
     m = tl.arange(0, BM)
-    real = (m[:, None] < samples) & (k[None, :] < inputs)
-    a = tl.load(x + row * x_row + m[:, None] * inputs + k[None, :], mask=real, other=0.0)
-    down = tl.zeros((BM, BK), dtype=tl.float32)
-    for start in range(0, outputs, BN):
-        n = start + tl.arange(0, BN)
-        here = error + row * samples * outputs + m[:, None] * outputs + n[None, :]
-        inside = (n[:, None] < outputs) & (k[None, :] < inputs)
-        e = tl.load(here, mask=(m[:, None] < samples) & (n[None, :] < outputs), other=0.0)
-        change = tl.dot(tl.trans(e), a, input_precision=PRECISION)
-        if BELOW or STEP:
-            w = tl.load(weight + row * weight_row + n[:, None] * inputs + k[None, :], mask=inside, other=0.0)
-            if BELOW:
-                down = tl.dot(e, w, down, input_precision=PRECISION)
+    inside = (n[:, None] < outputs) & (k[None, :] < inputs)
+    e = tl.load(
+        error + row * samples * outputs + m[:, None] * outputs + n[None, :],
+        mask=(m[:, None] < samples) & (n[None, :] < outputs),
+        other=0.0,
+    )
+    a = tl.load(
+        x + row * x_row + m[:, None] * inputs + k[None, :],
+        mask=(m[:, None] < samples) & (k[None, :] < inputs),
+        other=0.0,
+    )
+    if STEP:
+        w = tl.load(weight + row * weight_row + n[:, None] * inputs + k[None, :], mask=inside, other=0.0)
+    change = tl.dot(tl.trans(e), a, input_precision=PRECISION)
+    if STEP:
+        change = w - change
+    tl.store(weight_out + row * weight_out_row + n[:, None] * inputs + k[None, :], change, mask=inside)
+    if BIASED:
+        if tl.program_id(0) == 0:
+            summed = tl.sum(e, axis=0)
             if STEP:
-                change = w - change
-        tl.store(weight_out + row * weight_out_row + n[:, None] * inputs + k[None, :], change, mask=inside)
-        if BIASED:
-            if tl.program_id(0) == 0:
-                summed = tl.sum(e, axis=0)
-                if STEP:
-                    summed = tl.load(bias + row * bias_row + n, mask=n < outputs, other=0.0) - summed
-                tl.store(bias_out + row * bias_out_row + n, summed, mask=n < outputs)
-    if BELOW:
-        if GATED:
-            down = tl.where(a > 0.0, down, 0.0)
-        tl.store(below + row * samples * inputs + m[:, None] * inputs + k[None, :], down, mask=real)
+                summed = tl.load(bias + row * bias_row + n, mask=n < outputs, other=0.0) - summed
+            tl.store(bias_out + row * bias_out_row + n, summed, mask=n < outputs)
 
 
 @triton.jit
@@ -278,27 +340,55 @@ def linear(
     return out
 
 
-def error(scores: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-    """Derivative of the weighted cross-entropy by the scores."""
-    rows, samples, classes = scores.shape
-    out = torch.empty_like(scores)
-    _error[(rows,)](
-        scores, targets, weights, out, samples, classes, targets.stride(0), weights.stride(0),
-        BM=triton.next_power_of_2(samples), BC=triton.next_power_of_2(classes),
+def head(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    weights: Tensor,
+    *,
+    below: bool,
+    gated: bool,
+    precision: str,
+    skip: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The last layer's scores, the weighted cross-entropy's derivative by them, and the error below the layer.
+
+    skip: rows without any weight are not looked at.
+    """
+    rows, samples, inputs = x.shape
+    classes = weight.shape[1]
+    scores, error = x.new_empty(rows, samples, classes), x.new_empty(rows, samples, classes)
+    down = x.new_empty(rows, samples, inputs) if below else None
+    _head[(triton.cdiv(samples, 16), rows)](
+        x, weight, weight if bias is None else bias, targets, weights, scores, error, x if down is None else down,
+        samples, x.stride(0), weight.stride(0), 0 if bias is None else bias.stride(0), targets.stride(0),
+        weights.stride(0), CLASSES=classes, INPUTS=inputs, SKIP=skip, BA=triton.next_power_of_2(samples),
+        BIASED=bias is not None, BELOW=below, GATED=gated, PRECISION=precision,
+        BM=16, BN=_fit(classes), BK=64, num_warps=4, num_stages=3,
+    )  # fmt: skip
+    return scores, error, down
+
+
+def down(
+    error: Tensor, x: Tensor, weight: Tensor, *, gated: bool, precision: str, active: Tensor | None = None
+) -> Tensor:
+    """The error below a layer; gated: nothing where its input x is not above zero."""
+    moving, moving_row, skip = _moving(active, x)
+    rows, samples, inputs = x.shape
+    outputs = weight.shape[1]
+    out = x.new_empty(rows, samples, inputs)
+    bm = _fit(samples, 64)
+    bk = 16 if rows * inputs * (samples // bm + 1) <= 16 * 264 else 64
+    _down[(triton.cdiv(inputs, bk), rows, triton.cdiv(samples, bm))](
+        error, x, weight, out, moving, samples, x.stride(0), weight.stride(0), moving_row,
+        OUTPUTS=outputs, INPUTS=inputs, **skip, GATED=gated, PRECISION=precision,
+        BM=bm, BN=_fit(outputs, 64), BK=bk, num_warps=4, num_stages=3,
     )  # fmt: skip
     return out
 
 
-def _blocks_back(outputs: int, *, few: bool, below: bool) -> dict[str, int]:
-    """Blocks of outputs and inputs; few: smaller ones are needed to keep the whole device busy."""
-    if not below:  # one product instead of two, and nothing to add up: what counts is that loads are under way
-        return {"BN": _fit(outputs) if few else 32, "BK": 32 if few else 64, "num_warps": 4, "num_stages": 1}
-    if outputs <= 16:
-        return {"BN": 16, "BK": 16 if few else 64, "num_warps": 4, "num_stages": 1}
-    return {"BN": _fit(outputs) if few else 64, "BK": 16 if few else 128, "num_warps": 8, "num_stages": 2}
-
-
-def linear_back(
+def gradient(
     error: Tensor,
     x: Tensor,
     weight: Tensor,
@@ -306,26 +396,22 @@ def linear_back(
     weight_out: Tensor,
     bias_out: Tensor | None,
     *,
-    below: bool,
-    gated: bool,
     step: bool,
     precision: str,
     active: Tensor | None = None,
-) -> Tensor | None:
-    """The gradients, or with `step` the weights less the gradients, are put out; returns the error below."""
+) -> None:
+    """A layer's gradients, or with `step` its weights less these, are put out."""
     moving, moving_row, skip = _moving(active, x)
     rows, samples, inputs = x.shape
     outputs = weight.shape[1]
-    down = x.new_empty(rows, samples, inputs) if below else None
-    blocks = _blocks_back(outputs, few=rows * inputs <= 32 * 264, below=below)
-    _linear_back[(triton.cdiv(inputs, blocks["BK"]), rows)](
+    bn, bk = _fit(outputs, 64), 64
+    _gradient[(triton.cdiv(inputs, bk), rows, triton.cdiv(outputs, bn))](
         error, x, weight, weight if bias is None else bias, weight_out, weight_out if bias_out is None else bias_out,
-        x if down is None else down, moving, samples, outputs, inputs,
-        x.stride(0), weight.stride(0), 0 if bias is None else bias.stride(0),
+        moving, samples, outputs, inputs, x.stride(0), weight.stride(0), 0 if bias is None else bias.stride(0),
         weight_out.stride(0), 0 if bias_out is None else bias_out.stride(0), moving_row, **skip,
-        BIASED=bias is not None, BELOW=below, GATED=gated, STEP=step, PRECISION=precision, BM=_fit(samples), **blocks,
+        BIASED=bias is not None, STEP=step, PRECISION=precision, BM=_fit(samples), BN=bn, BK=bk,
+        num_warps=4, num_stages=1,
     )  # fmt: skip
-    return down
 
 
 def convolve(
