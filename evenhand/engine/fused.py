@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from evenhand.checks import EvenhandError
 from evenhand.engine.programs import Batched, FeedForward, Layer, Lean, Likeness, Tensors, feed_forward_layers
-from evenhand.engine.side import Side
 from evenhand.models.networks import PooledConv2d
 
 WIDEST = 128  # samples, channels and classes that one program of the kernels holds at once
@@ -122,32 +121,20 @@ class Fused(FeedForward):
         for layer, own in zip(self.layers[:-1], given, strict=False):
             activations.append(self.kernels.linear(activations[-1], *own, relu=layer.relu, **how))
         last = len(self.layers) - 1
-        told = {"precision": self.precision, "skip": self._active is not None}
-        scores, error, below = self.kernels.head(
-            activations[last],
-            *given[last],
-            targets,
-            weights,
-            below=last > 0 or self.convolves,
-            gated=self._gated(last),
-            **told,
-        )
-        beside: list[tuple[Side, Tensor]] = []  # with the errors that they read, which must live as long
+        told = {"precision": self.precision, "skip": self._active is not None, "gated": self._gated(last)}
+        top, under = (activations[last], *given[last]), last > 0 or self.convolves
+        scores, error, below = self.kernels.head(*top, targets, weights, below=under, **told)
         for depth in reversed(range(len(self.layers))):
             x, (weight, bias) = activations[depth], given[depth]
             if depth < last and (depth > 0 or self.convolves):
                 below = self.kernels.down(error, x, weight, gated=self._gated(depth), **how)
             out = given[depth] if found is None else (torch.empty_like(weight), _like(bias))
-            with Side(weight.device) as side:
-                self.kernels.gradient(error, x, weight, bias, *out, step=found is None, **how)
-            beside.append((side, error))
+            self.kernels.gradient(error, x, weight, bias, *out, step=found is None, **how)
             if found is not None:
                 found |= {name: own for name, own in zip(named[depth], out, strict=True) if name and own is not None}
             error = below
         if self.convolves:
             self._convolutions_back(tensors, kept, error, found)
-        for side, _ in beside:
-            side.join()
         return scores
 
     def _gated(self, depth: int) -> bool:

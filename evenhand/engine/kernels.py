@@ -145,8 +145,9 @@ def _down(
 
 @triton.jit
 def _gradient(
-    error, x, weight, bias, weight_out, bias_out, active, samples, outputs, inputs,
-    x_row, weight_row, bias_row, weight_out_row, bias_out_row, active_row, SKIP: tl.constexpr, BA: tl.constexpr,
+    error, x, weight, bias, weight_out, bias_out, active, samples,
+    x_row, weight_row, bias_row, weight_out_row, bias_out_row, active_row,
+    OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, SKIP: tl.constexpr, BA: tl.constexpr,
     BIASED: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
@@ -157,29 +158,29 @@ def _gradient(
     k = tl.program_id(0) * BK + tl.arange(0, BK)
     n = tl.program_id(2) * BN + tl.arange(0, BN)
     m = tl.arange(0, BM)
-    inside = (n[:, None] < outputs) & (k[None, :] < inputs)
+    inside = (n[:, None] < OUTPUTS) & (k[None, :] < INPUTS)
     e = tl.load(
-        error + row * samples * outputs + m[:, None] * outputs + n[None, :],
-        mask=(m[:, None] < samples) & (n[None, :] < outputs),
+        error + row * samples * OUTPUTS + m[:, None] * OUTPUTS + n[None, :],
+        mask=(m[:, None] < samples) & (n[None, :] < OUTPUTS),
         other=0.0,
     )
     a = tl.load(
-        x + row * x_row + m[:, None] * inputs + k[None, :],
-        mask=(m[:, None] < samples) & (k[None, :] < inputs),
+        x + row * x_row + m[:, None] * INPUTS + k[None, :],
+        mask=(m[:, None] < samples) & (k[None, :] < INPUTS),
         other=0.0,
     )
     if STEP:
-        w = tl.load(weight + row * weight_row + n[:, None] * inputs + k[None, :], mask=inside, other=0.0)
+        w = tl.load(weight + row * weight_row + n[:, None] * INPUTS + k[None, :], mask=inside, other=0.0)
     change = tl.dot(tl.trans(e), a, input_precision=PRECISION)
     if STEP:
         change = w - change
-    tl.store(weight_out + row * weight_out_row + n[:, None] * inputs + k[None, :], change, mask=inside)
+    tl.store(weight_out + row * weight_out_row + n[:, None] * INPUTS + k[None, :], change, mask=inside)
     if BIASED:
         if tl.program_id(0) == 0:
             summed = tl.sum(e, axis=0)
             if STEP:
-                summed = tl.load(bias + row * bias_row + n, mask=n < outputs, other=0.0) - summed
-            tl.store(bias_out + row * bias_out_row + n, summed, mask=n < outputs)
+                summed = tl.load(bias + row * bias_row + n, mask=n < OUTPUTS, other=0.0) - summed
+            tl.store(bias_out + row * bias_out_row + n, summed, mask=n < OUTPUTS)
 
 
 @triton.jit
@@ -379,11 +380,12 @@ def down(
     outputs = weight.shape[1]
     out = x.new_empty(rows, samples, inputs)
     bm = _fit(samples, 64)
-    bk = 16 if rows * inputs * (samples // bm + 1) <= 16 * 264 else 64
+    few = rows * inputs * (samples // bm + 1) <= 16 * 264
+    bk = 16 if few else 32
     _down[(triton.cdiv(inputs, bk), rows, triton.cdiv(samples, bm))](
         error, x, weight, out, moving, samples, x.stride(0), weight.stride(0), moving_row,
         OUTPUTS=outputs, INPUTS=inputs, **skip, GATED=gated, PRECISION=precision,
-        BM=bm, BN=_fit(outputs, 64), BK=bk, num_warps=4, num_stages=3,
+        BM=bm, BN=_fit(outputs, 64), BK=bk, num_warps=4, num_stages=3 if few else 2,
     )  # fmt: skip
     return out
 
@@ -404,13 +406,13 @@ def gradient(
     moving, moving_row, skip = _moving(active, x)
     rows, samples, inputs = x.shape
     outputs = weight.shape[1]
-    bn, bk = _fit(outputs, 64), 64
+    bn, bk = (_fit(outputs, 32), 128) if inputs > 512 else (_fit(outputs, 64), 32)
     _gradient[(triton.cdiv(inputs, bk), rows, triton.cdiv(outputs, bn))](
         error, x, weight, weight if bias is None else bias, weight_out, weight_out if bias_out is None else bias_out,
-        moving, samples, outputs, inputs, x.stride(0), weight.stride(0), 0 if bias is None else bias.stride(0),
-        weight_out.stride(0), 0 if bias_out is None else bias_out.stride(0), moving_row, **skip,
-        BIASED=bias is not None, STEP=step, PRECISION=precision, BM=_fit(samples), BN=bn, BK=bk,
-        num_warps=4, num_stages=1,
+        moving, samples, x.stride(0), weight.stride(0), 0 if bias is None else bias.stride(0),
+        weight_out.stride(0), 0 if bias_out is None else bias_out.stride(0), moving_row,
+        OUTPUTS=outputs, INPUTS=inputs, **skip, BIASED=bias is not None, STEP=step, PRECISION=precision,
+        BM=_fit(samples), BN=bn, BK=bk, num_warps=4, num_stages=1,
     )  # fmt: skip
 
 

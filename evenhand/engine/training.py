@@ -17,7 +17,6 @@ from torch.nn import functional
 from evenhand.checks import EvenhandError, number
 from evenhand.engine.batches import Batches, Samples, extents, unpadded
 from evenhand.engine.programs import FeedForward, Lean, Likeness, Program, Sequential, answering
-from evenhand.engine.side import Side
 from evenhand.geometry import STRETCH
 
 PRECISIONS = {
@@ -142,6 +141,31 @@ def arithmetic(precision: str) -> Iterator[None]:
     finally:
         for (owner, name, _), value in zip(wanted, before, strict=True):
             setattr(owner, name, value)
+
+
+class Side:
+    """Work beside the rest on a GPU: on a stream that begins here and is joined later. Elsewhere nothing special."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream: Any = None
+        if device.type == "cuda":
+            self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self.stream.wait_stream(torch.cuda.current_stream(device))
+        self._entered: Any = None
+
+    def __enter__(self) -> None:
+        if self.stream is not None:
+            self._entered = torch.cuda.stream(self.stream)
+            self._entered.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        if self.stream is not None:
+            self._entered.__exit__(*error)
+
+    def join(self) -> None:
+        """What follows waits for the work."""
+        if self.stream is not None:
+            torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
 
 
 @dataclass(frozen=True)
