@@ -18,7 +18,7 @@ from machine import provenance
 from simulation import simulation
 from torch import Tensor
 
-from evenhand import geometry
+from evenhand import transfer
 from evenhand.data import Dataset, partition
 
 CASES = [("fedavg", 1, 0.6), ("fedavg", 5, 1.5), ("fedlf", 1, 0.8)]  # method, seeds, milliseconds of the device
@@ -44,18 +44,18 @@ def measure(name: str, seeds: int, busy: float, rounds: int) -> float:
         until = max(until, perf_counter()) + busy
         return (updates, measured, *(() if then is None else then(updates, measured, models, **beside)))
 
-    def asked(self: geometry.Awaited, *given: Any) -> None:
+    def asked(self: transfer.Awaited, *given: Any) -> None:
         asking(self, *given)
         due[id(self)] = until
 
-    def arrived(self: geometry.Awaited) -> list[geometry.Floats]:
+    def arrived(self: transfer.Awaited) -> list[transfer.Floats]:
         time.sleep(max(0.0, due.pop(id(self)) - perf_counter()))
         return plainly(self)
 
     due: dict[int, float] = {}  # when the device has what is awaited
-    asking, plainly = geometry.Awaited.__init__, geometry.Awaited.numpy
+    asking, plainly = transfer.Awaited.__init__, transfer.Awaited.numpy
     made.worker.round = train  # type: ignore[method-assign, assignment]  # both for the measurement alone
-    geometry.Awaited.__init__, geometry.Awaited.numpy = asked, arrived  # type: ignore[method-assign]
+    transfer.Awaited.__init__, transfer.Awaited.numpy = asked, arrived  # type: ignore[method-assign]
     try:
         made.run(until=64)
         best = float("inf")
@@ -64,7 +64,7 @@ def measure(name: str, seeds: int, busy: float, rounds: int) -> float:
             made.run(until=made.round + rounds)
             best = min(best, (perf_counter() - start) / rounds)
     finally:
-        geometry.Awaited.__init__, geometry.Awaited.numpy = asking, plainly  # type: ignore[method-assign]
+        transfer.Awaited.__init__, transfer.Awaited.numpy = asking, plainly  # type: ignore[method-assign]
     return best
 
 

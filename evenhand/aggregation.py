@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from evenhand.checks import EvenhandError, NoUsableClient, choice, near_miss, number
-from evenhand.geometry import Floats, Layers, Layout, Updates, combine, products, read_updates, restore
+from evenhand.geometry import Floats, combine, products
 from evenhand.methods import Method, method
 from evenhand.methods.base import Ask, Client, Memo, Round, Weights
 from evenhand.solvers import calm_blas, submatrix
 from evenhand.state import Memory, State, window_of
+from evenhand.updates import Layers, Layout, Updates, read_updates, restore
 
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
 

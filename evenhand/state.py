@@ -17,8 +17,10 @@ from torch import Tensor
 
 from evenhand import storage
 from evenhand.checks import EvenhandError
-from evenhand.geometry import Floats, Updates, past_updates, sent
+from evenhand.geometry import Floats
 from evenhand.methods.base import Client, Memo
+from evenhand.transfer import sent
+from evenhand.updates import Updates, past_updates
 
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 

@@ -15,19 +15,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 import evenhand as eh
-from evenhand.geometry import (
-    STRETCH,
-    TILE,
-    combine,
-    combine_within,
-    exact_products,
-    gram,
-    past_updates,
-    products,
-    products_within,
-    read_updates,
-    restore,
-)
+from evenhand.geometry import STRETCH, TILE, combine, combine_within, exact_products, gram, products, products_within
+from evenhand.updates import past_updates, read_updates, restore
 
 ROOT = Path(__file__).resolve().parents[1]
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -301,7 +290,7 @@ def channels_last_long(rows):
 
 @pytest.mark.parametrize("awkward", [every_second_column, every_second_column_each, transposed, channels_last_long])
 def test_long_rows_of_any_stride_are_read_right(awkward, monkeypatch):
-    monkeypatch.setattr("evenhand.geometry.BUFFER", 1 << 16)
+    monkeypatch.setattr("evenhand.updates.BUFFER", 1 << 16)
     rows = random(6, 96 * 5 * 50)
     updates = read_updates(awkward(rows))
     assert worst(gram(updates)[0], reference(rows), rows.numpy()) <= 2e-7
@@ -817,7 +806,8 @@ def test_several_cohorts_at_once_find_what_each_finds(layers, bytes_at_once, mon
 
 MEASURE = """
 import numpy as np, torch
-from evenhand.geometry import combine, gram, read_updates
+from evenhand.geometry import combine, gram
+from evenhand.updates import read_updates
 
 def kilobytes(field):
     with open("/proc/self/status") as status:

@@ -16,7 +16,8 @@ from torch import Tensor
 from evenhand.aggregation import Combination, plain_records
 from evenhand.engine.rounds import Begun, Floats, Foreseen, Integers, Ready, Replica
 from evenhand.engine.wishes import foreseeable
-from evenhand.geometry import in_range, sent
+from evenhand.geometry import in_range
+from evenhand.transfer import sent
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,10 @@ from evenhand.engine.correction import Course
 from evenhand.engine.groups import Told
 from evenhand.engine.sampling import Sampling
 from evenhand.engine.training import LocalWork
-from evenhand.geometry import RESOLUTION, Awaited, Updates, computed_in
 from evenhand.methods import METHODS, Method
 from evenhand.state import State
+from evenhand.transfer import Awaited
+from evenhand.updates import RESOLUTION, Updates, computed_in
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Integers = np.ndarray[Any, np.dtype[np.int64]]

@@ -36,22 +36,12 @@ from evenhand.engine.wishes import (
     wants_trained,
 )
 from evenhand.engine.worker import Then, Worker
-from evenhand.geometry import (
-    Awaited,
-    Layout,
-    Updates,
-    combine_within,
-    launch,
-    products_within,
-    read_updates,
-    sent,
-    settle,
-    summed,
-    to_numpy,
-)
+from evenhand.geometry import combine_within, launch, products_within, settle, summed
 from evenhand.holdings import Holdings, class_names
 from evenhand.methods import Method
 from evenhand.objectives import Correction
+from evenhand.transfer import Awaited, sent, to_numpy
+from evenhand.updates import Layout, Updates, read_updates
 
 NOBODY = "no client answered: the model stays"
 

@@ -34,10 +34,12 @@ from evenhand.flower.needs import can_federate, surveys_first, wanted
 from evenhand.flower.replies import Heard, Reader, evaluation, served
 from evenhand.flower.roster import Roster, plain_sampling
 from evenhand.flower.wire import Form, Unusable
-from evenhand.geometry import Layout, Updates, launch, read_updates, settle, to_numpy
+from evenhand.geometry import launch, settle
 from evenhand.methods import Method, method
 from evenhand.objectives import Correction
 from evenhand.state import State
+from evenhand.transfer import to_numpy
+from evenhand.updates import Layout, Updates, read_updates
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Indices = np.ndarray[Any, np.dtype[np.int64]]
