@@ -1043,7 +1043,7 @@ def _warning(message: Warning | str, category: type[Warning], *where: Any, **lin
 
 
 def _print_json(value: Any) -> None:
-    from evenhand.folders import to_json
+    from evenhand.storage import to_json
 
     print(to_json(value, indent=2))
 

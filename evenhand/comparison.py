@@ -24,27 +24,14 @@ from evenhand.data import Dataset
 from evenhand.engine.groups import check_groups
 from evenhand.experiment import Experiment, can_simulate, chosen_experiment, load_data
 from evenhand.fairness import PairedTest, few, paired_test
-from evenhand.folders import (
-    CHECKPOINT_EVERY,
-    COMPARISON,
-    REPORT,
-    SUMMARY,
-    TABLES,
-    ComparisonFolder,
-    Diverged,
-    Interrupted,
-    Progress,
-    RunFolder,
-    file_name,
-    sweep,
-    write_json,
-    writing,
-)
+from evenhand.folders import COMPARISON, REPORT, SUMMARY, TABLES, ComparisonFolder, RunFolder, file_name, sweep, writing
 from evenhand.methods import METHODS, Method, method
 from evenhand.pieces import play as play_in_pieces
 from evenhand.pieces import refuse_log
+from evenhand.recording import CHECKPOINT_EVERY, Diverged, Interrupted, Progress
 from evenhand.running import load_runs, resume, resuming, run
 from evenhand.runs import Runs, said_once
+from evenhand.storage import write_json
 from evenhand.tables import pandas_or_hint
 from evenhand.toml import read_toml, to_toml
 

@@ -21,9 +21,10 @@ from evenhand.engine.rounds import MEASURES, Replica, Settings
 from evenhand.engine.sampling import Sampling
 from evenhand.engine.simulation import Simulation
 from evenhand.engine.training import PRECISIONS, LocalWork, Shape
-from evenhand.folders import Recorder, Training
+from evenhand.folders import Training
 from evenhand.methods import DEFAULT, Method, method
 from evenhand.models import build, must_fit
+from evenhand.recording import Recorder
 from evenhand.runs import Run, Runs, said_once
 from evenhand.toml import read_toml, to_toml
 

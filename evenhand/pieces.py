@@ -20,10 +20,12 @@ from evenhand.callbacks import Guarded
 from evenhand.checks import EvenhandError
 from evenhand.data import Dataset
 from evenhand.experiment import Experiment, data_at_hand, prepare, runs_notes, runs_of
-from evenhand.folders import DIVERGED, Diverged, Progress, Recorder, RunFolder, Status, write_json, writing
+from evenhand.folders import DIVERGED, RunFolder, writing
 from evenhand.methods import Method
 from evenhand.processes import side_by_side
+from evenhand.recording import Diverged, Progress, Recorder, Status
 from evenhand.runs import Run, Runs
+from evenhand.storage import write_json
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from evenhand import storage
 from evenhand.checks import EvenhandError, choice, near_miss, number
 from evenhand.fairness import paired_test
 from evenhand.figures import drawing
-from evenhand.folders import Progress, file_name, writing
+from evenhand.folders import file_name, writing
 from evenhand.measuring import bare, needs_all
 from evenhand.recipe import (
     Claim,
@@ -38,6 +38,7 @@ from evenhand.recipe import (
     read_recipe,
     recipes,
 )
+from evenhand.recording import Progress
 from evenhand.reruns import CSV, SERIES, Result, Runner, Task, machine_of
 from evenhand.tables import text_table
 from evenhand.tuning import Judgement

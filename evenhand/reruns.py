@@ -26,12 +26,13 @@ import torch
 from evenhand.checks import EvenhandError, number
 from evenhand.data import Dataset
 from evenhand.experiment import Experiment, data_at_hand, prepare, runs_of
-from evenhand.folders import Diverged, Progress, Recorder, Status, writing
+from evenhand.folders import writing
 from evenhand.measuring import curve, measured
 from evenhand.methods import Method
 from evenhand.methods.base import ServerStep
 from evenhand.processes import side_by_side
 from evenhand.recipe import Part, Recipe, Row, Settings, listed
+from evenhand.recording import Diverged, Progress, Recorder, Status
 from evenhand.runs import Run
 from evenhand.storage import write_bytes
 

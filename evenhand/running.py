@@ -27,18 +27,11 @@ from evenhand.checks import number
 from evenhand.constraints import Cells
 from evenhand.data import Dataset
 from evenhand.experiment import Experiment, chosen_experiment, load_data, load_toml, prepare, runs_notes, runs_of
-from evenhand.folders import (
-    CHECKPOINT_EVERY,
-    DESCRIPTION,
-    Diverged,
-    Interrupted,
-    Progress,
-    Record,
-    Recorder,
-    RunFolder,
-)
+from evenhand.folders import DESCRIPTION, RunFolder
+from evenhand.logs import Record
 from evenhand.pieces import play as play_in_pieces
 from evenhand.pieces import refuse_log
+from evenhand.recording import CHECKPOINT_EVERY, Diverged, Interrupted, Progress, Recorder
 from evenhand.runs import Run, Runs
 
 

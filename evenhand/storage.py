@@ -1,4 +1,4 @@
-"""Nested values on disk without pickle: tensors and arrays as safetensors, everything else as JSON beside them."""
+"""Nested values on disk without pickle: tensors and arrays as safetensors, everything else as JSON (beside them)."""
 
 from __future__ import annotations
 
@@ -107,3 +107,29 @@ def _unpack(value: Any, tensors: Mapping[str, Tensor]) -> Any:
             return tensor.numpy() if value["$"] == "array" else tensor
         return {key: _unpack(entry, tensors) for key, entry in value.items()}
     return [_unpack(entry, tensors) for entry in value] if isinstance(value, list) else value
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_bytes(path, (to_json(value, indent=1) + "\n").encode())
+
+
+def to_json(value: Any, indent: int | None = None) -> str:
+    """JSON that every reader takes: null for what is not a finite number."""
+    try:
+        return json.dumps(value, allow_nan=False, indent=indent, default=_plain)
+    except ValueError:
+        return json.dumps(_finite(value), allow_nan=False, indent=indent, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(entry) for entry in value]
+    if hasattr(value, "tolist"):
+        return _finite(value.tolist())
+    return None if isinstance(value, float) and not np.isfinite(value) else value

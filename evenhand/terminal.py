@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from evenhand.comparison import Cell, Comparison
-    from evenhand.folders import Progress, Status
+    from evenhand.recording import Progress, Status
     from evenhand.runs import Runs
 
 WIDEST = 1000  # letters in a line, more than any table needs

@@ -25,9 +25,11 @@ from evenhand.counts import MEASURES as GROUP_MEASURES
 from evenhand.data import Dataset, Partition, Split
 from evenhand.experiment import Experiment, chosen_experiment, load_data, prepare
 from evenhand.fairness import MEASURES
-from evenhand.folders import Progress, Status, to_json, writing
+from evenhand.folders import writing
 from evenhand.methods import Method, method
+from evenhand.recording import Progress, Status
 from evenhand.runs import OF_LOSSES, Run
+from evenhand.storage import to_json
 from evenhand.streams import stream
 from evenhand.tables import pandas_or_hint, text_table
 

@@ -18,8 +18,8 @@ import pytest
 import evenhand as eh
 from evenhand.callbacks import Callback, CallbackWarning
 from evenhand.checks import EvenhandError
-from evenhand.folders import Diverged, Interrupted
 from evenhand.loggers import LOGGERS, logger
+from evenhand.recording import Diverged, Interrupted
 
 SMALL = {"clients": 12, "rounds": 12, "eval_every": 4, "batch_size": 16, "seeds": 2, "method": "fedlf"}
 # other people's warnings are not what is tested here

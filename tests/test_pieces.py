@@ -21,9 +21,9 @@ from evenhand.callbacks import Callback
 from evenhand.checks import EvenhandError
 from evenhand.comparison import compare, load_comparison, resume_comparison
 from evenhand.experiment import Experiment
-from evenhand.folders import Diverged
 from evenhand.methods import method
 from evenhand.processes import side_by_side, threads_each
+from evenhand.recording import Diverged
 
 SMALL = {"data": "digits", "clients": 5, "rounds": 3, "eval_every": 2, "seeds": 3, "device": "cpu"}
 

@@ -23,8 +23,9 @@ from evenhand.checks import EvenhandError
 from evenhand.comparison import Comparison, compare, load_comparison, resume_comparison
 from evenhand.experiment import Experiment, load_toml
 from evenhand.fairness import MEASURES
-from evenhand.folders import CURRENT, PREVIOUS, Diverged, Interrupted, RunFolder, file_name, new_folder
+from evenhand.folders import CURRENT, PREVIOUS, RunFolder, file_name, new_folder
 from evenhand.methods import method
+from evenhand.recording import Diverged, Interrupted
 from evenhand.running import load_runs, resume, simulate
 from evenhand.toml import read_value, to_toml
 

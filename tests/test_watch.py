@@ -19,7 +19,7 @@ import pytest
 from browser import CHROMIUM, browser
 
 import evenhand as eh
-from evenhand import cli, folders
+from evenhand import cli, recording
 from evenhand.checks import EvenhandError
 from evenhand.watch import Server, View, view, waiting_for
 
@@ -29,7 +29,7 @@ SMALL = {"clients": 12, "rounds": 12, "eval_every": 2, "batch_size": 16, "seeds"
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch):
     """Every round is written, and every change is looked at, without waiting."""
-    monkeypatch.setattr(folders, "LOG_EVERY", 0.0)
+    monkeypatch.setattr(recording, "LOG_EVERY", 0.0)
     monkeypatch.setattr(view, "AT_LEAST", 0.0)
     monkeypatch.setattr(view, "SHARE", 1e9)
 
@@ -198,7 +198,7 @@ def test_a_folder_that_goes_and_comes_back_is_seen_again(tmp_path):
 
 
 def test_a_run_that_diverged_says_so(tmp_path):
-    with pytest.raises(folders.Diverged):
+    with pytest.raises(recording.Diverged):
         eh.simulate(method="fedavg", clients=12, rounds=30, lr=1e30, out=tmp_path / "run")
     seen = View(tmp_path / "run").look()
     assert seen.phase == "ended"

@@ -592,8 +592,9 @@ def _means(scores: Tensor, targets: Tensor, shares: Tensor) -> Tensor:
 
 def samples_at_once(program: Program, device: torch.device) -> int:
     """How many samples are measured at once."""
-    small = isinstance(program, FeedForward) and not program.convolves
-    return (AT_ONCE if small else AT_ONCE_LARGE).get(device.type, 256)
+    if isinstance(program, FeedForward) and not program.convolves:
+        return AT_ONCE.get(device.type, AT_ONCE["cpu"])
+    return AT_ONCE_LARGE.get(device.type, AT_ONCE_LARGE["cpu"])
 
 
 @dataclass(frozen=True)

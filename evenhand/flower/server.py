@@ -24,7 +24,8 @@ from evenhand.flower.deployment import Deployment
 from evenhand.flower.roster import Roster
 from evenhand.flower.site import ROW, ROWS, SEED, WIDEST
 from evenhand.flower.strategy import FairStrategy
-from evenhand.folders import CURRENT, NEWEST, PREVIOUS, Recorder, RunFolder, new_folder
+from evenhand.folders import CURRENT, NEWEST, PREVIOUS, RunFolder, new_folder
+from evenhand.recording import Recorder
 from evenhand.running import play
 from evenhand.runs import Runs
 from evenhand.tables import text_table

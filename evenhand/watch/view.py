@@ -17,7 +17,8 @@ from typing import Any
 
 from evenhand.checks import EvenhandError, near_miss
 from evenhand.comparison import folder_names, load_comparison, read_description
-from evenhand.folders import CLIENTS, COMPARISON, DIVERGED, REPORT, ROUNDS, SUMMARY, ComparisonFolder, RunFolder
+from evenhand.folders import COMPARISON, DIVERGED, REPORT, SUMMARY, ComparisonFolder, RunFolder
+from evenhand.logs import CLIENTS, ROUNDS
 from evenhand.running import load_runs
 from evenhand.runs import Runs
 
