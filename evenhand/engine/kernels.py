@@ -30,6 +30,25 @@ def _still(weights, samples, BA: tl.constexpr):
 
 
 @triton.jit
+def _answers(
+    x, weight, bias, m, n, samples,
+    OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """What some units (n) of one row's layer answer to some samples (m)."""
+    total = tl.zeros((BM, BN), dtype=tl.float32)
+    for start in range(0, INPUTS, BK):
+        k = start + tl.arange(0, BK)
+        inside = k[None, :] < INPUTS
+        a = tl.load(x + m[:, None] * INPUTS + k[None, :], mask=(m[:, None] < samples) & inside, other=0.0)
+        b = tl.load(weight + n[:, None] * INPUTS + k[None, :], mask=(n[:, None] < OUTPUTS) & inside, other=0.0)
+        total = tl.dot(a, tl.trans(b), total, input_precision=PRECISION)
+    if BIASED:
+        total += tl.load(bias + n, mask=n < OUTPUTS, other=0.0)[None, :]
+    return total
+
+
+@triton.jit
 def _linear(
     x, weight, bias, out, active, samples, x_row, weight_row, bias_row, active_row,
     OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, SKIP: tl.constexpr, BA: tl.constexpr,
@@ -42,19 +61,8 @@ def _linear(
             return
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     m = tl.program_id(2) * BM + tl.arange(0, BM)
-    total = tl.zeros((BM, BN), dtype=tl.float32)
-    for start in range(0, INPUTS, BK):
-        k = start + tl.arange(0, BK)
-        inside = k[None, :] < INPUTS
-        a = tl.load(x + row * x_row + m[:, None] * INPUTS + k[None, :], mask=(m[:, None] < samples) & inside, other=0.0)
-        b = tl.load(
-            weight + row * weight_row + n[:, None] * INPUTS + k[None, :],
-            mask=(n[:, None] < OUTPUTS) & inside,
-            other=0.0,
-        )
-        total = tl.dot(a, tl.trans(b), total, input_precision=PRECISION)
-    if BIASED:
-        total += tl.load(bias + row * bias_row + n, mask=n < OUTPUTS, other=0.0)[None, :]
+    x_own, weight_own, bias_own = x + row * x_row, weight + row * weight_row, bias + row * bias_row
+    total = _answers(x_own, weight_own, bias_own, m, n, samples, OUTPUTS, INPUTS, BIASED, PRECISION, BM, BN, BK)
     if RELU:
         total = tl.maximum(total, 0.0)
     here = out + row * samples * OUTPUTS + m[:, None] * OUTPUTS + n[None, :]
@@ -73,19 +81,8 @@ def _head(
         if _still(weights + row * weights_row, samples, BA):
             return
     m, n = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, BN)
-    total = tl.zeros((BM, BN), dtype=tl.float32)
-    for start in range(0, INPUTS, BK):
-        k = start + tl.arange(0, BK)
-        inside = k[None, :] < INPUTS
-        a = tl.load(x + row * x_row + m[:, None] * INPUTS + k[None, :], mask=(m[:, None] < samples) & inside, other=0.0)
-        b = tl.load(
-            weight + row * weight_row + n[:, None] * INPUTS + k[None, :],
-            mask=(n[:, None] < CLASSES) & inside,
-            other=0.0,
-        )
-        total = tl.dot(a, tl.trans(b), total, input_precision=PRECISION)
-    if BIASED:
-        total += tl.load(bias + row * bias_row + n, mask=n < CLASSES, other=0.0)[None, :]
+    x_own, weight_own, bias_own = x + row * x_row, weight + row * weight_row, bias + row * bias_row
+    total = _answers(x_own, weight_own, bias_own, m, n, samples, CLASSES, INPUTS, BIASED, PRECISION, BM, BN, BK)
     real = (m[:, None] < samples) & (n[None, :] < CLASSES)
     place = row * samples * CLASSES + m[:, None] * CLASSES + n[None, :]
     tl.store(scores + place, total, mask=real)
@@ -100,17 +97,13 @@ def _head(
         for start in range(0, INPUTS, BK):
             k = start + tl.arange(0, BK)
             inside = k[None, :] < INPUTS
-            b = tl.load(
-                weight + row * weight_row + n[:, None] * INPUTS + k[None, :],
-                mask=(n[:, None] < CLASSES) & inside,
-                other=0.0,
-            )
+            b = tl.load(weight_own + n[:, None] * INPUTS + k[None, :], mask=(n[:, None] < CLASSES) & inside, other=0.0)
             down = tl.dot(found, b, input_precision=PRECISION)
-            here = (m[:, None] < samples) & inside
+            shown = (m[:, None] < samples) & inside
             if GATED:
-                a = tl.load(x + row * x_row + m[:, None] * INPUTS + k[None, :], mask=here, other=0.0)
+                a = tl.load(x_own + m[:, None] * INPUTS + k[None, :], mask=shown, other=0.0)
                 down = tl.where(a > 0.0, down, 0.0)
-            tl.store(below + row * samples * INPUTS + m[:, None] * INPUTS + k[None, :], down, mask=here)
+            tl.store(below + row * samples * INPUTS + m[:, None] * INPUTS + k[None, :], down, mask=shown)
 
 
 @triton.jit
