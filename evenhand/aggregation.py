@@ -17,7 +17,7 @@ from evenhand.geometry import Floats, combine, products
 from evenhand.methods import Method, method
 from evenhand.methods.base import Ask, Client, Memo, Round, Weights
 from evenhand.solvers import calm_blas, submatrix
-from evenhand.state import Memory, State, window_of
+from evenhand.state import Memory, State, kept_window, window_of
 from evenhand.updates import Layers, Layout, Updates, read_updates, restore
 
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
@@ -366,7 +366,7 @@ class Opened:
         seen = seen | set(present) if kind == "expected" else frozenset()
         window = window_of(kind, len(seen), len(present))
         fewest = len(present) if self.state is None else min(len(present), self.state.fewest)
-        kept = memory.absent(present, self.index, window_of(kind, len(seen), fewest))
+        kept = memory.absent(present, self.index, kept_window(kind, len(seen), len(present), fewest))
         used = kept[self.index - memory.rounds[kept] <= window]
         between = memory.between(with_past, len(present), len(products))
         moment = Round(

@@ -24,6 +24,8 @@ from evenhand.updates import Updates, past_updates
 
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 
+SLACK = 2.0  # windows that a row is kept at most with absent="expected", which a smaller cohort may widen again
+
 
 @dataclass(frozen=True)
 class Held:
@@ -143,6 +145,11 @@ def window_of(absent: str, seen: int, present: int) -> float:
     if absent == "off":
         return 0.0
     return seen / present if absent == "expected" else float(absent.partition(":")[2])
+
+
+def kept_window(absent: str, seen: int, present: int, fewest: int) -> float:
+    """How many rounds rows are kept that a later round may look back to, if it is as small as the smallest so far."""
+    return min(SLACK * window_of(absent, seen, present), window_of(absent, seen, fewest))
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 import evenhand as eh
-from evenhand.state import window_of
+from evenhand.state import kept_window, window_of
 
 NAMES = [entry.name for entry in eh.methods()]
 WITH_MEMORY = ["even", "fedlf", "fedfv:tau=2", "fedmdfg", "adafed:absent=last:3", "mfairfl:absent=expected"]
@@ -368,7 +368,7 @@ class Recollection:
             if client not in now and index - sent <= window
         }
         self.fewest = min(self.fewest, count)  # as few may come again, and then the window is as wide
-        oldest = window_of(self.absent, len(self.seen), self.fewest)
+        oldest = kept_window(self.absent, len(self.seen), count, self.fewest)
         self.latest = {c: e for c, e in self.latest.items() if c not in now and index - e[0] <= oldest}
         if self.absent != "off":
             self.latest |= {client: (index, row) for client, row in now.items()}
@@ -429,6 +429,14 @@ def test_a_smaller_cohort_widens_the_window_again():
     assert len(out.diagnostics.clients) == 12
     assert sorted(out.diagnostics.ages.tolist()) == [0] + 7 * [1] + 4 * [3]
     assert np.isfinite(out.update).all()
+
+
+def test_what_is_kept_is_what_a_later_round_may_look_back_to():
+    assert kept_window("expected", 100, 10, 10) == window_of("expected", 100, 10) == 10.0  # all cohorts of one size
+    assert kept_window("expected", 100, 10, 8) == 12.5  # one of eight may come again
+    assert kept_window("expected", 100, 10, 1) == 20.0  # yet after a round with one client not everything is kept
+    assert kept_window("last:3", 100, 10, 1) == 3.0
+    assert kept_window("off", 100, 10, 1) == 0.0
 
 
 @pytest.mark.parametrize("own", [False, True])
