@@ -365,8 +365,7 @@ class Opened:
         seen = self.state.seen if self.state is not None else frozenset()
         seen = seen | set(present) if kind == "expected" else frozenset()
         window = window_of(kind, len(seen), len(present))
-        fewest = len(present) if self.state is None else min(len(present), self.state.fewest)
-        kept = memory.absent(present, self.index, kept_window(kind, len(seen), len(present), fewest))
+        kept = memory.absent(present, self.index, kept_window(kind, window))
         used = kept[self.index - memory.rounds[kept] <= window]
         between = memory.between(with_past, len(present), len(products))
         moment = Round(
@@ -391,8 +390,7 @@ class Opened:
         scales = memory.spread(coefficients[:, len(present) :], used) if len(used) else []
         past = [(rows, own) for rows, own in zip(memory.pieces(here), scales, strict=bool(len(used))) if own.any()]
         combination = Combination(moment.gram, coefficients)
-        between = between[:, :, kept]
-        return Weighed(self, here, good, excluded, moment, weights, combination, past, seen, fewest, kept, between)
+        return Weighed(self, here, good, excluded, moment, weights, combination, past, seen, kept, between[:, :, kept])
 
 
 @dataclass(frozen=True)
@@ -408,7 +406,6 @@ class Weighed:
     combination: Combination  # of all rows, present and remembered
     past: list[tuple[Updates, Floats]]  # remembered rows with their coefficients
     seen: frozenset[Client]
-    fewest: int  # clients present in any round so far
     kept: np.ndarray[Any, np.dtype[np.int64]]
     between: Floats  # products of the present rows with the kept ones
 
@@ -451,7 +448,6 @@ class Weighed:
                 round=opened.index,
                 named=opened.named,
                 seen=self.seen,
-                fewest=self.fewest,
                 layout=layout.signature,
                 rule_memo=self.weights.memo,
                 server_memo=server_memo,

@@ -24,7 +24,7 @@ from evenhand.updates import Updates, past_updates
 
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 
-SLACK = 2.0  # windows that a row is kept at most with absent="expected", which a smaller cohort may widen again
+SLACK = 2.0  # windows that a row is kept with absent="expected", since a smaller cohort widens the window again
 
 
 @dataclass(frozen=True)
@@ -147,9 +147,9 @@ def window_of(absent: str, seen: int, present: int) -> float:
     return seen / present if absent == "expected" else float(absent.partition(":")[2])
 
 
-def kept_window(absent: str, seen: int, present: int, fewest: int) -> float:
-    """How many rounds rows are kept that a later round may look back to, if it is as small as the smallest so far."""
-    return min(SLACK * window_of(absent, seen, present), window_of(absent, seen, fewest))
+def kept_window(absent: str, window: float) -> float:
+    """How many rounds rows are kept that a later round may look back to."""
+    return SLACK * window if absent == "expected" else window
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,6 @@ class State:
     round: int
     named: bool  # whether the clients were named; without names nobody can be remembered
     seen: frozenset[Client]  # everybody so far, where the memory's window depends on it
-    fewest: int  # clients present in any round so far: such a cohort's window is the widest
     layout: list[list[Any]]
     rule_memo: Memo = field(default_factory=dict)
     server_memo: Memo = field(default_factory=dict)

@@ -230,7 +230,7 @@ def test_patches_hold_every_sample_once_and_little_else(sizes, batch_size, epoch
             assert (own.weights[:, :, 0] > 0).all()  # every row moves at every step
             assert torch.equal(own.indices, batches.indices[rows, patch.steps, : patch.width])
             widths = (batches.weights[rows] > 0).sum(2).amax(1)
-            assert widths.min() >= 0.7 * widths.max()
+            assert widths.max() - widths.min() <= max(4, 0.05 * widths.max())
             seen[rows, patch.steps, : patch.width] += own.weights
     assert torch.equal(seen, batches.weights)
 

@@ -29,7 +29,7 @@ Floats32 = np.ndarray[Any, np.dtype[np.float32]]
 OPTIONAL = ("labels", "partners", "blend")
 ARRAYS = ("indices", "weights", "shares", *OPTIONAL)
 SHARED = ("weights", "shares")  # the same in every round where all clients have as much data
-FILLED = 0.7  # rows that have at least so much of the widest one's samples are as wide
+FILLED, NEAR = 0.95, 4  # rows that have so much of the widest one's samples, or so few less, are as wide
 PLACES = 9  # bits of a 63-bit number that random numbers of 53, and 1, leave
 ALIGNED = 256  # bytes: where the pieces of a transfer begin
 
@@ -259,10 +259,12 @@ def unpadded(weights: Tensor) -> Iterator[list[Patch]]:
     """
     lengths, widths = extents(weights)
     groups: list[list[int]] = []
-    for row in sorted(range(len(lengths)), key=lambda row: (-widths[row], -lengths[row])):
-        if groups and widths[row] >= FILLED * widths[groups[-1][0]]:
+    busy = [row for row, width in enumerate(widths) if width]
+    for row in sorted(busy, key=lambda row: (-widths[row], -lengths[row])):
+        widest = widths[groups[-1][0]] if groups else 0
+        if groups and widths[row] >= min(FILLED * widest, widest - NEAR):
             groups[-1].append(row)
-        elif widths[row]:
+        else:
             groups.append([row])
     for group in groups:
         group.sort(key=lambda row: -lengths[row])
