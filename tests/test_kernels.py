@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional
 
 if not torch.cuda.is_available():
@@ -17,6 +19,7 @@ from evenhand.engine.fused import Fused
 from evenhand.engine.programs import Batched
 from evenhand.engine.training import Shape, arithmetic
 from evenhand.models import build
+from evenhand.models.networks import PooledConv2d
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ROWS, CLOSE = 2, 2e-5
@@ -177,3 +180,47 @@ def test_the_fused_program_gives_autograds_gradients(name, shape, options, sampl
             assert torch.linalg.vector_norm(one - right) <= allowed
         for view, start, gradient in zip(layout.views(moved).values(), layout.views(rows).values(), found, strict=True):
             torch.testing.assert_close(view, start - gradient)
+
+
+def linear_layers(*sizes: int) -> nn.Sequential:
+    layers = [part for pair in itertools.pairwise(sizes) for part in (nn.Linear(*pair), nn.ReLU())]
+    return nn.Sequential(*layers[:-1])
+
+
+def convolutions() -> nn.Sequential:
+    """Of images of 14 x 14, which end as 2 x 2 places of five channels."""
+    first, second = PooledConv2d(1, 3, 3), PooledConv2d(3, 5, 3, relu=False)
+    return nn.Sequential(nn.Unflatten(1, (1, 14, 14)), first, second, nn.Flatten(), *linear_layers(20, 9, 4))
+
+
+@pytest.mark.parametrize("samples", [6, 140])
+@pytest.mark.parametrize(
+    ("module", "inputs"),
+    [(linear_layers(30, 4), 30), (linear_layers(30, 20, 18, 4), 30), (convolutions(), 196)],
+    ids=["one layer", "layers", "convolutions"],
+)
+def test_small_networks_train_by_the_kernels(module, inputs, samples, monkeypatch):
+    """In the interpreter, too; of two rows the second may stand still."""
+    if module[0].__class__ is nn.Unflatten and samples > 100 and not torch.cuda.is_available():
+        pytest.skip("slow in the interpreter")
+    monkeypatch.setattr("evenhand.engine.fused._served", lambda device: True)
+    layout = Shape.of(module)
+    rows = layout.flat(module.cpu()).to(DEVICE).repeat(ROWS, 1)
+    module = module.to(DEVICE)
+    x, weights = drawn(ROWS, samples, inputs), drawn(ROWS, samples).abs() / samples
+    targets = torch.arange(ROWS * samples, device=DEVICE).view(ROWS, samples) % 4
+    program = Fused(module, DEVICE, "float32")
+    with arithmetic("float32"):
+        expected, scores = Batched(module).gradients(layout.views(rows), x, targets, weights)
+        found, said = program.gradients(layout.views(rows), x, targets, weights)
+        moved, half = rows.clone(), rows.clone()
+        program.step(layout.views(moved), x, targets, weights)
+        weights[1] = 0.0
+        program.step(layout.views(half), x, targets, weights)
+    near(said, scores)
+    for one, right in zip(found, expected, strict=True):
+        near(one, right)
+    for view, start, right in zip(layout.views(moved).values(), layout.views(rows).values(), expected, strict=True):
+        torch.testing.assert_close(view, start - right)
+    torch.testing.assert_close(half[0], moved[0])
+    assert torch.equal(half[1], rows[1])
