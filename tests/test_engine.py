@@ -6,6 +6,7 @@ import copy
 import itertools
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -607,6 +608,23 @@ def test_what_a_graph_would_replay_is_the_round(name):
     replayed.run()
     assert torch.equal(plain.replicas[0].model, replayed.replicas[0].model)
     assert plain.replicas[0].rounds[-1]["fell"] == replayed.replicas[0].rounds[-1]["fell"]
+
+
+@pytest.mark.parametrize(("limit", "room", "kept"), [(16, 0.15, 2), (3, 0.9, 3), (16, 0.0, 1), (0, 0.9, 0)])
+def test_graphs_are_limited_in_number_and_in_memory(limit, room, kept, monkeypatch):
+    """Each keeps a tenth of the memory here."""
+    replayed, shapes = Replayed(), range(1, 7)
+    replayed.LIMIT, replayed.ROOM = limit, room
+
+    def capture(work, inputs):
+        replayed.bytes += 100
+        return Captured(SimpleNamespace(replay=lambda: None), {name: own.clone() for name, own in inputs.items()}, ())
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=1000))
+    monkeypatch.setattr(replayed, "_capture", capture)
+    found = [replayed("work", lambda x: (x + 1,), {"x": torch.ones(count)}) for count in shapes]
+    assert len(replayed.captured) == kept
+    assert [len(outputs) for outputs in found] == [0] * kept + [1] * (6 - kept)  # what is not captured is done
 
 
 @pytest.mark.parametrize("name", ["fedavg", "even", "fedprox", "fedfa:client_momentum=0.9", "fedcka", "ditto"])

@@ -115,6 +115,19 @@ def test_more_shapes_than_are_captured_run_without_a_graph():
     assert torch.linalg.norm(found - expected) <= 1e-4 * torch.linalg.norm(expected)
 
 
+def test_graphs_keep_no_more_memory_than_they_may():
+    made, other = (simulation_of("fedavg", partition="dir:0.3") for _ in range(2))
+    for one, room in ((made, 0.0), (other, 0.5)):
+        assert one.worker.replayed is not None
+        one.worker.replayed.ROOM = room
+    found, expected = finals(made), finals(other)
+    assert made.worker.replayed is not None
+    assert other.worker.replayed is not None
+    assert len(made.worker.replayed.captured) == 1 < len(other.worker.replayed.captured)
+    assert other.worker.replayed.bytes > made.worker.replayed.bytes > 0
+    assert torch.linalg.norm(found - expected) <= 1e-4 * torch.linalg.norm(expected)
+
+
 def limited(made: Simulation, limit: int) -> Simulation:
     assert made.worker.replayed is not None
     made.worker.replayed.LIMIT = limit

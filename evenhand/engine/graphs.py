@@ -55,9 +55,11 @@ class Replayed:
     """
 
     LIMIT = 16  # kept; work of ever new shapes runs without a graph after that
+    ROOM = 0.15  # of the device's memory that they may keep, before the last one
 
     def __init__(self) -> None:
         self.captured: dict[Hashable, Captured] = {}
+        self.bytes = 0  # of the device's memory that they keep
 
     @staticmethod
     def possible(device: torch.device, program: Program) -> bool:
@@ -70,7 +72,7 @@ class Replayed:
         """work(**inputs), where everything in the key and the inputs' shapes decide what it does."""
         key = (key, *((name, tensor.shape) for name, tensor in inputs.items()))
         if key not in self.captured:
-            if len(self.captured) >= self.LIMIT:
+            if not self._has_room():
                 return work(**inputs)
             self.captured[key] = self._capture(work, inputs)
         kept = self.captured[key]
@@ -80,6 +82,12 @@ class Replayed:
         kept.graph.replay()
         return kept.outputs
 
+    def _has_room(self) -> bool:
+        """Whether one more may be captured; the first one always."""
+        if len(self.captured) >= self.LIMIT:
+            return False
+        return not self.captured or self.bytes < self.ROOM * torch.cuda.get_device_properties("cuda").total_memory
+
     def _capture(self, work: Callable[..., tuple[Tensor, ...]], inputs: dict[str, Tensor]) -> Captured:
         held = {name: tensor.clone() for name, tensor in inputs.items()}
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -87,7 +95,10 @@ class Replayed:
         with torch.cuda.stream(side):
             work(**held)  # libraries set themselves up outside the capture
         torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.empty_cache()  # as a capture does anyway, so that what is new is the graph's
+        before = torch.cuda.memory_reserved()
         graph = torch.cuda.CUDAGraph()
         with nothing_collected(), torch.cuda.graph(graph):
             outputs = work(**held)
+        self.bytes += torch.cuda.memory_reserved() - before
         return Captured(graph, held, outputs)

@@ -293,24 +293,26 @@ class Local:
         seen_plainly = not self.program.random and batches.partners is None
         first = batches.whole and seen_plainly and batches.steps > 0  # its scores are the received model's
         side = Side(models.device)
-        with side:
-            measured = None
-            if measuring and not first:
-                measured = self.measure(models, batches, samples)
-        scores = updates.new_empty(0)
-        if isinstance(self.program, Sequential) and models.is_cuda:
-            scores = self._train_side_by_side(updates, received, batches, columns)
-        elif samples is None:
-            seen = self._train_in_patches(updates, received, batches, columns)
-            measured = seen if first else measured
-        else:
-            scores = self._train(updates, received, batches, samples, columns)
-        torch.sub(models.unsqueeze(1), grouped, out=grouped)
-        if not measuring:
-            measured = models.new_full((2, rows), torch.nan, dtype=torch.float64)
-        if measured is None:
-            measured = _means(scores, self._wanted(batches, slice(0, 1)).flatten(1), batches.shares.flatten(1))
-        side.join()
+        try:
+            with side:
+                measured = None
+                if measuring and not first:
+                    measured = self.measure(models, batches, samples)
+            scores = updates.new_empty(0)
+            if isinstance(self.program, Sequential) and models.is_cuda:
+                scores = self._train_side_by_side(updates, received, batches, columns)
+            elif samples is None:
+                seen = self._train_in_patches(updates, received, batches, columns)
+                measured = seen if first else measured
+            else:
+                scores = self._train(updates, received, batches, samples, columns)
+            torch.sub(models.unsqueeze(1), grouped, out=grouped)
+            if not measuring:
+                measured = models.new_full((2, rows), torch.nan, dtype=torch.float64)
+            if measured is None:
+                measured = _means(scores, self._wanted(batches, slice(0, 1)).flatten(1), batches.shares.flatten(1))
+        finally:
+            side.join()  # after an error, too: a capture must leave no work behind
         return updates, measured
 
     @_precisely
@@ -528,14 +530,16 @@ class Local:
         """Every row on a stream of its own: rows do not wait for each other, and small kernels run at the same time."""
         sides = [Side(rows.device) for _ in range(min(len(rows), STREAMS))]
         scores = []
-        for row in range(len(rows)):
-            part = slice(row, row + 1)
-            with sides[row % len(sides)]:
-                own = batches.part(part)
-                past = _some(received, part)
-                scores.append(self._train(rows[part], past, own, self._samples(own), columns.part(part)))
-        for side in sides:
-            side.join()
+        try:
+            for row in range(len(rows)):
+                part = slice(row, row + 1)
+                with sides[row % len(sides)]:
+                    own = batches.part(part)
+                    past = _some(received, part)
+                    scores.append(self._train(rows[part], past, own, self._samples(own), columns.part(part)))
+        finally:
+            for side in sides:
+                side.join()
         return torch.cat(scores)
 
     def _step(
