@@ -138,7 +138,7 @@ def test_adafed_follows_its_paper(cohort, gamma, normalise, length):
     same_direction(out.update, expected, 1e-6)
     rows = cohort.updates / (np.linalg.norm(cohort.updates, axis=1, keepdims=True) if normalise else scale)
     falls = rows @ out.update / cohort.losses**gamma
-    np.testing.assert_allclose(falls, falls[0], rtol=1e-5)  # g_k . d is proportional to |f_k|^gamma
+    np.testing.assert_allclose(falls, falls[0], rtol=1e-4)  # g_k . d is proportional to |f_k|^gamma
     assert falls[0] > 0
 
 
@@ -176,6 +176,7 @@ def test_even_follows_its_definition(cohort, gamma, ridge):
 
 @PROPERTY
 @given(cohorts(), st.sampled_from([0.0, 1.0]), st.booleans(), st.sampled_from([0.0, 0.5, 1.0]))
+@example(make(242, 6, 242, "sparse", 1e-12, 1), 0.0, False, 0.0)  # one client moves, and to level is to turn it back
 def test_even_layer_by_layer_with_an_objective_that_levels(cohort, gamma, layered, caution):
     size = cohort.updates.shape[1]
     assume(size > 1)

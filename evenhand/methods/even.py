@@ -115,11 +115,11 @@ class Even(Rule):
             length = combined_length(gram, level, round.resolution)
             level = None if length == 0.0 else level / length
         hull = hull_of(gram, moving, scale, level)
-        hull[np.diag_indices(len(hull))] += self.ridge / (asked if level is None else np.append(asked, 1.0)) ** 2
-        solved = min_norm(hull)
+        ridge = self.ridge / (asked if level is None else np.append(asked, 1.0)) ** 2
+        solved = min_norm(hull + np.diag(ridge))
+        if combined_length(hull, solved.weights, round.resolution) == 0.0:
+            return coefficients, "in a layer the updates cancel out: it stands still"
         coefficients[moving] = solved.weights[: len(moving)] * scale[moving]
         if level is not None:
             coefficients += solved.weights[-1] * level
-        if combined_length(gram, coefficients, round.resolution) == 0.0:
-            return np.zeros(len(gram)), "in a layer the updates cancel out: it stands still"
         return coefficients * norms[:present].mean(), f"min-norm point: {solved.note()}"
