@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from evenhand.transfer import sent, to_numpy
-from evenhand.updates import BUFFER, Layout, Spare, Updates
+from evenhand.updates import Layout, Spare, Updates, columns_at_once
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -166,7 +166,7 @@ def _accumulate(left: Updates, right: Updates | None = None, dtype: torch.dtype 
                     for _, rows in left.stretches(part, kind, spare, span):
                         total += _symmetric_products(rows)
                     continue
-                width = max(256, BUFFER // (max(shape[1:]) * kind.itemsize))
+                width = columns_at_once(max(shape[1:]), kind)
                 ours = left.stretches(part, kind, spare, span, width)
                 theirs = right.stretches(part, kind, other, span, width)
                 for (_, rows), (_, others) in zip(ours, theirs, strict=True):

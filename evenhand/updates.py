@@ -130,7 +130,7 @@ class Updates:
         device = self.device_of(part)
         in_place = self.in_place(part, dtype) is not None
         if width is None:
-            width = size if in_place else max(256, BUFFER // (max(count, 1) * dtype.itemsize))
+            width = size if in_place else columns_at_once(count, dtype)
         width = min(width, size)
         index = list(range(self.rows)) if self.keep is None else list(self.keep)
         chosen = None if self.keep is None else torch.as_tensor(index, device=device)
@@ -152,6 +152,11 @@ class Updates:
                 for position, row in enumerate(index):
                     dense[position].copy_(rows[row, columns])
             yield columns, dense
+
+
+def columns_at_once(rows: int, dtype: torch.dtype) -> int:
+    """Columns of so many rows that a buffer holds."""
+    return max(256, BUFFER // (max(rows, 1) * dtype.itemsize))
 
 
 class Spare:

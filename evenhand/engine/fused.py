@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from evenhand.checks import EvenhandError
-from evenhand.engine.programs import Batched, FeedForward, Layer, Lean, Likeness, Tensors, feed_forward_layers
+from evenhand.engine.programs import Batched, FeedForward, Layer, Lean, Tensors, feed_forward_layers
 from evenhand.models.networks import PooledConv2d
 
 WIDEST = 128  # samples, channels and classes that one program of the kernels holds at once
@@ -71,77 +71,50 @@ class Fused(FeedForward):
         self.convolves = bool(self.opening.convolutions)
         self.precision = {"tf32": "tf32", "float32": "ieee"}[precision]
         self._mapped = Batched(module)  # for what is not written out
-        self._active: Tensor | None = None
 
     @staticmethod
     def fits(module: nn.Module, device: torch.device | None) -> bool:
         """Whether this program can train the module here."""
         return bool(fused_layers(module)[1]) and _served(device)
 
-    def step(
-        self, tensors: Tensors, inputs: Tensor, targets: Tensor, weights: Tensor, lean: Lean | None = None
-    ) -> Tensor:
-        if not self._narrow(tensors, weights, lean):
-            return super().step(tensors, inputs, targets, weights, lean)
-        self._active = weights  # a row without any weight at this step is not even looked at
-        try:
-            return self._through(tensors, inputs, targets, weights, None)
-        finally:
-            self._active = None
-
-    def gradients(
+    def _through(
         self,
         tensors: Tensors,
         inputs: Tensor,
         targets: Tensor,
         weights: Tensor,
-        lean: Lean | None = None,
-        likeness: Likeness | None = None,
-    ) -> tuple[list[Tensor], Tensor]:
-        if likeness is not None or not self._narrow(tensors, weights, lean):
-            return super().gradients(tensors, inputs, targets, weights, lean, likeness)
-        found: Tensors = {}
-        scores = self._through(tensors, inputs, targets, weights, found)
-        return [found[name] for name in tensors], scores
-
-    def _narrow(self, tensors: Tensors, weights: Tensor, lean: Lean | None) -> bool:
-        """Whether the kernels for linear layers hold all of a step's samples and classes at once."""
-        classes = tensors[f"{self.layers[-1].name}.weight"].shape[1]
-        return lean is None and max(weights.shape[1], classes) <= WIDEST
-
-    def _through(
-        self, tensors: Tensors, inputs: Tensor, targets: Tensor, weights: Tensor, found: Tensors | None
+        lean: Lean | None,
+        found: Tensors | None,
     ) -> Tensor:
-        """Forwards and back with a kernel a layer; returns the scores. Gradients are found or taken off the weights."""
-        kept, flat = self._opened(tensors, inputs)
-        activations = [flat.flatten(2)]
-        how: dict[str, Any] = {"precision": self.precision, "active": self._active}
         named = [(f"{layer.name}.weight", f"{layer.name}.bias" if layer.biased else None) for layer in self.layers]
         given = [(tensors[weight], None if bias is None else tensors[bias]) for weight, bias in named]
+        if lean is not None or max(weights.shape[1], given[-1][0].shape[1]) > WIDEST:
+            return super()._through(tensors, inputs, targets, weights, lean, found)
+        active = weights if found is None else None  # in a step a row without any weight is not even looked at
+        how: dict[str, Any] = {"precision": self.precision, "active": active}
+        kept, flat = self._opened(tensors, inputs, active)
+        activations = [flat.flatten(2)]
         for layer, own in zip(self.layers[:-1], given, strict=False):
             activations.append(self.kernels.linear(activations[-1], *own, relu=layer.relu, **how))
         last = len(self.layers) - 1
-        told = {"precision": self.precision, "skip": self._active is not None, "gated": self._gated(last)}
-        top, under = (activations[last], *given[last]), last > 0 or self.convolves
-        scores, error, below = self.kernels.head(*top, targets, weights, below=under, **told)
+        wanted, gated = self._below(last)
+        told = {"below": wanted, "gated": gated, "precision": self.precision, "skip": active is not None}
+        scores, error, below = self.kernels.head(activations[last], *given[last], targets, weights, **told)
         for depth in reversed(range(len(self.layers))):
             x, (weight, bias) = activations[depth], given[depth]
-            if depth < last and (depth > 0 or self.convolves):
-                below = self.kernels.down(error, x, weight, gated=self._gated(depth), **how)
+            wanted, gated = self._below(depth)
+            if depth < last and wanted:
+                below = self.kernels.down(error, x, weight, gated=gated, **how)
             out = given[depth] if found is None else (torch.empty_like(weight), _like(bias))
             self.kernels.gradient(error, x, weight, bias, *out, step=found is None, **how)
             if found is not None:
                 found |= {name: own for name, own in zip(named[depth], out, strict=True) if name and own is not None}
             error = below
         if self.convolves:
-            self._convolutions_back(tensors, kept, error, found)
+            self._convolutions_back(tensors, kept, error, found, active)
         return scores
 
-    def _gated(self, depth: int) -> bool:
-        """Whether a ReLU stands below a linear layer."""
-        return depth > 0 and self.layers[depth - 1].relu
-
-    def _opened(self, tensors: Tensors, inputs: Tensor) -> tuple[list[Tensor], Tensor]:
+    def _opened(self, tensors: Tensors, inputs: Tensor, active: Tensor | None = None) -> tuple[list[Tensor], Tensor]:
         """Of every convolution its images and which places won; and what the linear layers are given."""
         kept: list[Tensor] = []
         if not self.opening.convolutions:
@@ -157,7 +130,7 @@ class Fused(FeedForward):
                 padding=padding,
                 relu=relu,
                 precision=self.precision,
-                active=self._active,
+                active=active,
             )
             kept += [images, winner]
             images = out
@@ -175,7 +148,14 @@ class Fused(FeedForward):
             self._convolutions_back(tensors, activations[:below], error, found)
         return error
 
-    def _convolutions_back(self, tensors: Tensors, kept: list[Tensor], error: Tensor, found: Tensors | None) -> None:
+    def _convolutions_back(
+        self,
+        tensors: Tensors,
+        kept: list[Tensor],
+        error: Tensor,
+        found: Tensors | None,
+        active: Tensor | None = None,
+    ) -> None:
         for depth in reversed(range(len(self.opening.convolutions))):
             name, size, padding, _ = self.opening.convolutions[depth]
             images, winner = kept[2 * depth : 2 * depth + 2]
@@ -183,7 +163,7 @@ class Fused(FeedForward):
             if error.dim() == 3:  # from the linear layers, which know no places
                 rows, samples, high, wide, channels = winner.shape
                 error = error.view(rows, samples, channels, high, wide).permute(0, 1, 3, 4, 2).contiguous()
-            how = {"padding": padding, "precision": self.precision, "active": self._active}
+            how = {"padding": padding, "precision": self.precision, "active": active}
             filters, biases = self.kernels.filters_back(error, winner, images, size, **how)
             if depth:
                 error = self.kernels.images_back(error, winner, weight, images.shape, **how)

@@ -307,19 +307,32 @@ class FeedForward:
     ) -> tuple[list[Tensor], Tensor]:
         if likeness is not None:
             return self._mapped.gradients(tensors, inputs, targets, weights, lean, likeness)
-        activations = self._forward(tensors, inputs)
-        scores = activations.pop()
         found: Tensors = {}
-        self._back(tensors, activations, self._error(scores, targets, weights, lean), found)
+        scores = self._through(tensors, inputs, targets, weights, lean, found)
         return [found[name] for name in tensors], scores
 
     def step(
         self, tensors: Tensors, inputs: Tensor, targets: Tensor, weights: Tensor, lean: Lean | None = None
     ) -> Tensor:
         """One step of plain SGD (the weights carry the learning rate), folded into the products that form it."""
+        return self._through(tensors, inputs, targets, weights, lean, None)
+
+    def _through(
+        self,
+        tensors: Tensors,
+        inputs: Tensor,
+        targets: Tensor,
+        weights: Tensor,
+        lean: Lean | None,
+        found: Tensors | None,
+    ) -> Tensor:
+        """Forwards and back; returns the scores.
+
+        Gradients are found or, without a place for them, taken off the weights.
+        """
         activations = self._forward(tensors, inputs)
         scores = activations.pop()
-        self._back(tensors, activations, self._error(scores, targets, weights, lean), None)
+        self._back(tensors, activations, self._error(scores, targets, weights, lean), found)
         return scores
 
     def _forward(self, tensors: Tensors, inputs: Tensor) -> list[Tensor]:
@@ -345,14 +358,15 @@ class FeedForward:
         return error if lean is None else error.add_(lean.error(scores))
 
     def _back(self, tensors: Tensors, activations: list[Tensor], error: Tensor, found: Tensors | None) -> Tensor:
-        """From the scores' error down: gradients are found or, without a place for them, taken off the weights.
-
-        Returns the error below the linear layers, where anything convolves there.
-        """
+        """From the scores' error down; returns the error below the linear layers, where anything convolves there."""
         for depth in reversed(range(len(self.layers))):
-            below, gated = depth > 0 or self.convolves, depth > 0 and self.layers[depth - 1].relu
+            below, gated = self._below(depth)
             error = self._layer_back(tensors, self.layers[depth], activations[depth], error, below, gated, found)
         return error
+
+    def _below(self, depth: int) -> tuple[bool, bool]:
+        """Whether the error below a linear layer is wanted, and whether a ReLU stands there."""
+        return depth > 0 or self.convolves, depth > 0 and self.layers[depth - 1].relu
 
     def _layer_back(
         self,

@@ -205,23 +205,29 @@ class Following:
     """The gaps of a round as each row sees them move, and what it is told at each step because of them."""
 
     def __init__(
-        self, slopes: Tensor, changes: Tensor, means: Tensor, gaps: Tensor, limits: Tensor, sharpness: Tensor
+        self,
+        slopes: Tensor,
+        changes: Tensor,
+        means: Tensor,
+        gaps: Tensor,
+        limits: Tensor,
+        sharpness: Tensor,
+        *,
+        reached: Tensor | None = None,
     ) -> None:
+        """reached: the cells' means by now, which are changed in place, where steps came before."""
         self.slopes, self.changes, self.start, self.sharpness = slopes, changes, means, sharpness
-        self.means = means.clone()
+        self.means = means.clone() if reached is None else reached
         self.gaps, self.up, self.down = gaps.unbind(1)
         self.alpha, self.damping, self.one_sided = (limit.unsqueeze(1) for limit in limits.unbind(1))
 
     @classmethod
     def of(cls, columns: Columns, reached: Tensor | None = None) -> Following | None:
-        """reached: the cells' means by now, which are changed in place, where steps came before."""
         found = columns.named()
         wanted = ("slopes", "changes", "means", "gaps", "limits", "sharpness")
-        if not all(name in found for name in wanted):
-            return None
-        made = cls(*(found[name] for name in wanted))
-        made.means = made.means if reached is None else reached
-        return made
+        return (
+            cls(*(found[name] for name in wanted), reached=reached) if all(name in found for name in wanted) else None
+        )
 
     def tables(self, base: Tensor) -> Tensor:
         """What is told now: the base, and a push along every gap's slope."""
