@@ -395,7 +395,9 @@ class Reproduction:
             lines += [f"**{self._scale_words()}**", ""]
         lines += [*(f"- {line}" for line in self.summary()), ""]
         spread = recipe.plus_minus or "The paper gives no spread."
-        lines += [f"{spread} Ours: mean ± standard deviation (of a sample) over {len(self.seeds)} seeds.", ""]
+        many = len(self.seeds) > 1
+        ours = f"mean ± standard deviation (of a sample) over {len(self.seeds)} seeds" if many else "one seed"
+        lines += [f"{spread} Ours: {ours}.", ""]
         lines += [self._legend(), ""]
         if recipe.figure is not None and self.tasks:
             lines += [f"![{recipe.title}]({DRAWING})", ""]

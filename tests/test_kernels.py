@@ -35,21 +35,25 @@ def near(found: torch.Tensor | None, expected: torch.Tensor | None) -> None:
     assert torch.linalg.vector_norm(found - expected) <= CLOSE * torch.linalg.vector_norm(expected)
 
 
-@pytest.mark.parametrize(("samples", "outputs", "inputs"), [(50, 20, 70), (3, 130, 33), (70, 10, 200)])
+@pytest.mark.parametrize(
+    ("rows", "samples", "outputs", "inputs"),
+    # Of the last two a program of the gradients goes through some blocks of inputs, and through all.
+    [(2, 50, 20, 70), (2, 3, 130, 33), (2, 70, 10, 200), (100, 5, 20, 520), (90, 6, 70, 70)],
+)
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("gated", [True, False])
-def test_linear_layers(samples, outputs, inputs, biased, gated):
-    flat = drawn(ROWS, outputs * inputs + outputs + 5)  # weights are views of longer rows
-    weight = flat[:, : outputs * inputs].view(ROWS, outputs, inputs)
+def test_linear_layers(rows, samples, outputs, inputs, biased, gated):
+    flat = drawn(rows, outputs * inputs + outputs + 5)  # weights are views of longer rows
+    weight = flat[:, : outputs * inputs].view(rows, outputs, inputs)
     bias = flat[:, outputs * inputs : outputs * inputs + outputs] if biased else None
-    x, error = drawn(ROWS, samples, inputs).relu(), drawn(ROWS, samples, outputs)
+    x, error = drawn(rows, samples, inputs).relu(), drawn(rows, samples, outputs)
     plain = torch.bmm(x, weight.transpose(1, 2)) + (0.0 if bias is None else bias.unsqueeze(1))
     near(kernels.linear(x, weight, bias, relu=True, precision="ieee"), plain.relu())
     near(
         kernels.down(error, x, weight, gated=gated, precision="ieee"),
         torch.bmm(error, weight) * (x > 0 if gated else 1),
     )
-    found = torch.empty(ROWS, outputs, inputs, device=DEVICE), torch.empty(ROWS, outputs, device=DEVICE)
+    found = torch.empty(rows, outputs, inputs, device=DEVICE), torch.empty(rows, outputs, device=DEVICE)
     kernels.gradient(error, x, weight, bias, found[0], found[1] if biased else None, step=False, precision="ieee")
     near(found[0], torch.bmm(error.transpose(1, 2), x))
     before = flat.clone()
@@ -213,8 +217,9 @@ def test_small_networks_train_by_the_kernels(module, inputs, samples, monkeypatc
     with arithmetic("float32"):
         expected, scores = Batched(module).gradients(layout.views(rows), x, targets, weights)
         found, said = program.gradients(layout.views(rows), x, targets, weights)
-        moved, half = rows.clone(), rows.clone()
+        moved, half, steady = rows.clone(), rows.clone(), rows.clone()
         program.step(layout.views(moved), x, targets, weights)
+        program.step(layout.views(steady), x, targets, weights, steady=True)
         weights[1] = 0.0
         program.step(layout.views(half), x, targets, weights)
     near(said, scores)
@@ -222,5 +227,6 @@ def test_small_networks_train_by_the_kernels(module, inputs, samples, monkeypatc
         near(one, right)
     for view, start, right in zip(layout.views(moved).values(), layout.views(rows).values(), expected, strict=True):
         torch.testing.assert_close(view, start - right)
+    assert torch.equal(steady, moved)
     torch.testing.assert_close(half[0], moved[0])
     assert torch.equal(half[1], rows[1])

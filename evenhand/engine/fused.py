@@ -85,12 +85,13 @@ class Fused(FeedForward):
         weights: Tensor,
         lean: Lean | None,
         found: Tensors | None,
+        steady: bool,
     ) -> Tensor:
         named = [(f"{layer.name}.weight", f"{layer.name}.bias" if layer.biased else None) for layer in self.layers]
         given = [(tensors[weight], None if bias is None else tensors[bias]) for weight, bias in named]
         if lean is not None or max(weights.shape[1], given[-1][0].shape[1]) > WIDEST:
-            return super()._through(tensors, inputs, targets, weights, lean, found)
-        active = weights if found is None else None  # in a step a row without any weight is not even looked at
+            return super()._through(tensors, inputs, targets, weights, lean, found, steady)
+        active = None if steady else weights  # a row without any is not even looked at
         how: dict[str, Any] = {"precision": self.precision, "active": active}
         kept, flat = self._opened(tensors, inputs, active)
         activations = [flat.flatten(2)]

@@ -142,32 +142,34 @@ def _gradient(
     x_row, weight_row, bias_row, weight_out_row, bias_out_row, active_row,
     OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, SKIP: tl.constexpr, BA: tl.constexpr,
     BIASED: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCKS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
     if SKIP:
         if _still(active + row * active_row, samples, BA):
             return
-    k = tl.program_id(0) * BK + tl.arange(0, BK)
     n = tl.program_id(2) * BN + tl.arange(0, BN)
     m = tl.arange(0, BM)
-    inside = (n[:, None] < OUTPUTS) & (k[None, :] < INPUTS)
     e = tl.load(
         error + row * samples * OUTPUTS + m[:, None] * OUTPUTS + n[None, :],
         mask=(m[:, None] < samples) & (n[None, :] < OUTPUTS),
         other=0.0,
     )
-    a = tl.load(
-        x + row * x_row + m[:, None] * INPUTS + k[None, :],
-        mask=(m[:, None] < samples) & (k[None, :] < INPUTS),
-        other=0.0,
-    )
-    if STEP:
-        w = tl.load(weight + row * weight_row + n[:, None] * INPUTS + k[None, :], mask=inside, other=0.0)
-    change = tl.dot(tl.trans(e), a, input_precision=PRECISION)
-    if STEP:
-        change = w - change
-    tl.store(weight_out + row * weight_out_row + n[:, None] * INPUTS + k[None, :], change, mask=inside)
+    turned = tl.trans(e)
+    for block in tl.range(0, BLOCKS, num_stages=AHEAD):
+        k = (tl.program_id(0) * BLOCKS + block) * BK + tl.arange(0, BK)
+        inside = (n[:, None] < OUTPUTS) & (k[None, :] < INPUTS)
+        a = tl.load(
+            x + row * x_row + m[:, None] * INPUTS + k[None, :],
+            mask=(m[:, None] < samples) & (k[None, :] < INPUTS),
+            other=0.0,
+        )
+        if STEP:
+            w = tl.load(weight + row * weight_row + n[:, None] * INPUTS + k[None, :], mask=inside, other=0.0)
+        change = tl.dot(turned, a, input_precision=PRECISION)
+        if STEP:
+            change = w - change
+        tl.store(weight_out + row * weight_out_row + n[:, None] * INPUTS + k[None, :], change, mask=inside)
     if BIASED:
         if tl.program_id(0) == 0:
             summed = tl.sum(e, axis=0)
@@ -323,13 +325,15 @@ def linear(
     outputs = weight.shape[1]
     out = x.new_empty(rows, samples, outputs)
     bm = _fit(samples, 64)
-    bn = 16 if rows * outputs * (samples // bm + 1) <= 16 * 264 else _fit(outputs, 64)
+    few = rows * outputs * (samples // bm + 1) <= 16 * 264
+    bn = 16 if few else _fit(outputs)
     grid = (triton.cdiv(outputs, bn), rows, triton.cdiv(samples, bm))
     _linear[grid](
         x, weight, weight if bias is None else bias, out, moving, samples,
         x.stride(0), weight.stride(0), 0 if bias is None else bias.stride(0), moving_row,
         OUTPUTS=outputs, INPUTS=inputs, **skip,
-        RELU=relu, BIASED=bias is not None, PRECISION=precision, BM=bm, BN=bn, BK=64, num_warps=4, num_stages=3,
+        RELU=relu, BIASED=bias is not None, PRECISION=precision, BM=bm, BN=bn, BK=64 if few else 32,
+        num_warps=4 if bn < 128 else 8, num_stages=3 if few else 4,
     )  # fmt: skip
     return out
 
@@ -399,13 +403,18 @@ def gradient(
     moving, moving_row, skip = _moving(active, x)
     rows, samples, inputs = x.shape
     outputs = weight.shape[1]
-    bn, bk = (_fit(outputs, 32), 128) if inputs > 512 else (_fit(outputs, 64), 32)
-    _gradient[(triton.cdiv(inputs, bk), rows, triton.cdiv(outputs, bn))](
+    bn = _fit(outputs, 32)
+    few = rows * triton.cdiv(outputs, bn) <= 264
+    bm, bk = _fit(samples), 32 if few else 64
+    blocks = triton.cdiv(inputs, bk)
+    if few:  # enough programs for the device come before few loads of the error
+        blocks = max(1, rows * triton.cdiv(outputs, bn) * blocks // 800)
+    _gradient[(triton.cdiv(inputs, bk * blocks), rows, triton.cdiv(outputs, bn))](
         error, x, weight, weight if bias is None else bias, weight_out, weight_out if bias_out is None else bias_out,
         moving, samples, x.stride(0), weight.stride(0), 0 if bias is None else bias.stride(0),
         weight_out.stride(0), 0 if bias_out is None else bias_out.stride(0), moving_row,
         OUTPUTS=outputs, INPUTS=inputs, **skip, BIASED=bias is not None, STEP=step, PRECISION=precision,
-        BM=_fit(samples), BN=bn, BK=bk, num_warps=4, num_stages=1,
+        BM=bm, BN=bn, BK=bk, BLOCKS=blocks, AHEAD=2 if few or bm > 64 else 3, num_warps=4,
     )  # fmt: skip
 
 

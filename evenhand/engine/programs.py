@@ -308,14 +308,24 @@ class FeedForward:
         if likeness is not None:
             return self._mapped.gradients(tensors, inputs, targets, weights, lean, likeness)
         found: Tensors = {}
-        scores = self._through(tensors, inputs, targets, weights, lean, found)
+        scores = self._through(tensors, inputs, targets, weights, lean, found, True)
         return [found[name] for name in tensors], scores
 
     def step(
-        self, tensors: Tensors, inputs: Tensor, targets: Tensor, weights: Tensor, lean: Lean | None = None
+        self,
+        tensors: Tensors,
+        inputs: Tensor,
+        targets: Tensor,
+        weights: Tensor,
+        lean: Lean | None = None,
+        *,
+        steady: bool = False,
     ) -> Tensor:
-        """One step of plain SGD (the weights carry the learning rate), folded into the products that form it."""
-        return self._through(tensors, inputs, targets, weights, lean, None)
+        """One step of plain SGD (the weights carry the learning rate), folded into the products that form it.
+
+        steady: no row is known to stand still, without any weight, so that none need be looked for.
+        """
+        return self._through(tensors, inputs, targets, weights, lean, None, steady)
 
     def _through(
         self,
@@ -325,6 +335,7 @@ class FeedForward:
         weights: Tensor,
         lean: Lean | None,
         found: Tensors | None,
+        steady: bool,
     ) -> Tensor:
         """Forwards and back; returns the scores.
 

@@ -431,16 +431,17 @@ class Local:
         if columns.momentum is not None and velocity is None:
             velocity = torch.zeros_like(rows)
         first, followed = rows.new_empty(0), Following.of(columns, reached)
+        labels = self._wanted(batches, slice(0, batches.steps))
         for step in range(batches.steps):
             index, now, counts = batches.indices[:, step], slice(step, step + 1), weights[:, step]
-            seen, wanted = samples(now).squeeze(1), self._wanted(batches, now).squeeze(1)
+            seen, wanted = samples(now).squeeze(1), labels[:, step]
             if batches.partners is not None and batches.blend is not None:
                 index, seen, wanted, counts = _mixed(
                     batches.partners[:, step], batches.blend[:, step], index, seen, wanted, counts
                 )
             counted, lean = self._leaning(columns, followed, index, wanted, counts)
             if plain and isinstance(self.program, FeedForward):
-                scores = self.program.step(tensors, seen, wanted, counted, lean)
+                scores = self.program.step(tensors, seen, wanted, counted, lean, steady=batches.steady)
             else:
                 likeness = self._likeness(columns, received, seen, counts)
                 found, scores = self.program.gradients(tensors, seen, wanted, counted, lean, likeness)
