@@ -38,6 +38,7 @@ from evenhand.streams import stream
 
 METHODS = ["fedavg", "qffl:q=1", "fedfv", "adafed", "even", "fedlf", "mfairfl:measure=off"]
 GROUPED = ["fairfed", "fpfl", "mfairfl", "mfairfl:measure=eodds"]  # two groups; ten classes
+REMEMBERED = 75  # updates of absent clients that FedFV, FedLF and even keep here, 65 to 90
 SAMPLING = Sampling(cohort=10)
 PASSES = 5
 
@@ -102,6 +103,21 @@ def bare_products(parted: Partition, batch: int | None, rounds: int, device: str
                     torch.bmm(activations[depth + 1], weight)
 
     return _median(work, rounds, device)
+
+
+def reading(rounds: int) -> float:
+    """Reading as many updates as a method remembers, once: their products with one vector."""
+    module = build("mlp", (784,), 10, seed=0)
+    kept = torch.randn(REMEMBERED, Shape.of(module).total)
+    one, elsewhere = torch.randn(kept.shape[1]), torch.zeros(16 << 20)
+
+    def work() -> float:
+        elsewhere.add_(1.0)  # training leaves nothing of them in the cache
+        start = perf_counter()
+        torch.mv(kept, one)
+        return perf_counter() - start
+
+    return sorted(work() for _ in range(rounds))[rounds // 2]
 
 
 def plain_loop(dataset: Dataset, parted: Partition, batch: int | None, rounds: int, device: str) -> float:
@@ -204,6 +220,8 @@ def table(device: str, rounds: int, only: str = "") -> None:
             lambda count, batch=batch: plain_loop(dataset, parted, batch, count, device) for batch in (50, None)
         ],
     }
+    if device == "cpu":
+        rows[f"reading {REMEMBERED} remembered updates once"] = [reading, reading]
     rows = {label: both for label, both in rows.items() if only in label}
     for label, kind in kinds.items():
         if only not in label:
