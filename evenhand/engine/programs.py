@@ -308,7 +308,7 @@ class FeedForward:
         if likeness is not None:
             return self._mapped.gradients(tensors, inputs, targets, weights, lean, likeness)
         found: Tensors = {}
-        scores = self._through(tensors, inputs, targets, weights, lean, found, True)
+        scores = self._through(tensors, inputs, targets, weights, lean, found, steady=True)
         return [found[name] for name in tensors], scores
 
     def step(
