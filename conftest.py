@@ -4,4 +4,4 @@ import importlib.util
 
 collect_ignore_glob = [] if importlib.util.find_spec("flwr") else ["evenhand/flower/*"]
 if not importlib.util.find_spec("triton"):
-    collect_ignore_glob.append("evenhand/engine/kernels.py")
+    collect_ignore_glob.append("evenhand/engine/*kernels.py")

@@ -17,6 +17,7 @@ from machine import best_time, devices, provenance, wait
 
 from evenhand.engine.choice import choose_program
 from evenhand.engine.programs import Batched, FeedForward, Program, Sequential
+from evenhand.engine.recurrent import Recurrent, recurrent_parts
 from evenhand.engine.training import Shape, arithmetic
 from evenhand.models import build
 
@@ -31,31 +32,34 @@ MODELS = {
 }
 
 
+Given = tuple[torch.nn.Module, dict[str, torch.Tensor], torch.Tensor, torch.Tensor]
+
+
+def given(name: str, shape: tuple[int, ...], clients: int, batch: int, device: str) -> Given:
+    """A network, its tensors of every client, inputs and targets."""
+    text = name == "char-lstm"
+    classes = 80 if text else 10
+    module = build(name, shape, classes, seed=0).to(device)
+    inputs = torch.randint(0, 80, (clients, batch, *shape)) if text else torch.randn(clients, batch, *shape)
+    targets = torch.randint(0, classes, (clients, batch), device=device)
+    layout = Shape.of(module)
+    return module, layout.views(layout.flat(module).to(device).repeat(clients, 1)), inputs.to(device), targets
+
+
 def step(program: Callable[[torch.nn.Module], Program], name: str, device: str) -> float:
     """Seconds for the gradients of one step."""
     shape, batch = MODELS[name]
-    text = len(shape) == 1
-    classes = 80 if text else 10
-    module = build(name, shape, classes, seed=0).to(device)
-    inputs = torch.randint(0, 80, (CLIENTS, batch, *shape)) if text else torch.randn(CLIENTS, batch, *shape)
-    targets = torch.randint(0, classes, (CLIENTS, batch), device=device)
+    module, tensors, inputs, targets = given(name, shape, CLIENTS, batch, device)
     weights = torch.full((CLIENTS, batch), 1 / batch, device=device)
-    layout = Shape.of(module)
-    tensors = layout.views(layout.flat(module).to(device).repeat(CLIENTS, 1))
-    made, inputs = program(module), inputs.to(device)
+    made = program(module)
     return best_time(lambda: made.gradients(tensors, inputs, targets, weights), device, budget=2.0, least=2)
 
 
 def replayed(name: str, kind: str, precision: str, clients: int) -> tuple[float, float]:
-    """Seconds to prepare, and seconds for a round's steps replayed as a CUDA graph (MLP: ten steps, CNN: eight)."""
-    shape, steps = ((784,), 10) if name == "mlp" else (MODELS[name][0], 8)
-    module = build(name, shape, 10, seed=0).cuda()
-    layout = Shape.of(module)
+    """Seconds to prepare, and seconds for a round's steps replayed as a CUDA graph (see STEPS)."""
+    shape, steps = (784,) if name == "mlp" else MODELS[name][0], STEPS[name]
+    module, tensors, inputs, targets = given(name, shape, clients, 50, "cuda")
     program = choose_program(module, kind.removesuffix(", compiled"), torch.device("cuda"), precision)
-    rows = layout.flat(module).cuda().repeat(clients, 1)
-    tensors = layout.views(rows)
-    inputs = torch.randn(clients, 50, *shape, device="cuda")
-    targets = torch.randint(0, 10, (clients, 50), device="cuda")
     weights = torch.full((clients, 50), 0.002, device="cuda")
     start = perf_counter()
     one: Callable[..., object] = program.step if isinstance(program, FeedForward) else program.gradients
@@ -86,7 +90,11 @@ GRAPHS = [
     ("mlp", "fused", "tf32"),
     ("cnn", "sequential", "tf32"),
     ("cnn", "fused", "tf32"),
+    ("char-lstm", "batched", "tf32"),
+    ("char-lstm", "recurrent", "float32"),
+    ("char-lstm", "recurrent", "tf32"),
 ]
+STEPS = {"mlp": 10, "cnn": 8, "char-lstm": 1}
 
 
 def main() -> None:
@@ -97,9 +105,11 @@ def main() -> None:
     torch.manual_seed(0)
     for device in devices(arguments.device):
         print(provenance(device))
-        print("\n| network | batch | batched, ms | one after another, ms |\n|---|---|---|---|")
+        print("\n| network | batch | batched, ms | one after another, ms | recurrent, ms |\n|---|---|---|---|---|")
         for name in arguments.model:
             cells = [f"{1e3 * step(program, name, device):,.0f}" for program in (Batched, Sequential)]
+            recurs = recurrent_parts(build(name, MODELS[name][0], 80)) is not None
+            cells.append(f"{1e3 * step(Recurrent, name, device):,.0f}" if recurs else "-")
             print(f"| {name} | {MODELS[name][1]} | {' | '.join(cells)} |", flush=True)
         if device == "cuda":
             print("\n| network | program | precision | to prepare, s | 10 clients, ms | 50 clients, ms |")

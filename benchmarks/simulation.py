@@ -285,22 +285,30 @@ def long_table(device: str, rounds: int) -> None:
         print(f"| {clients:,} | {' | '.join(cells)} |", flush=True)
 
 
+TABLES = ("rounds", "whole", "unequal", "long")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--device", choices=["cpu", "cuda"], help="default: all there are")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--long", action="store_true", help="whole runs, a convolutional network, a million clients")
+    parser.add_argument("--tables", nargs="+", choices=TABLES, help="these and no others")
     parser.add_argument("--only", default="", metavar="WORD", help="rows of methods only that have this in their name")
     arguments = parser.parse_args()
+    left_out = {"rounds": False, "whole": not arguments.long, "unequal": bool(arguments.only)}
+    left_out["long"] = left_out["whole"] or left_out["unequal"]
+    wanted = arguments.tables or [name for name, out in left_out.items() if not out]
     for device in devices(arguments.device):
         print(provenance(device))
-        table(device, arguments.rounds, arguments.only)
-        if arguments.long:
+        if "rounds" in wanted:
+            table(device, arguments.rounds, arguments.only)
+        if "whole" in wanted:
             whole_table(device, arguments.only)
-        if not arguments.only:
+        if "unequal" in wanted:
             unequal_table(device, arguments.rounds)
-            if arguments.long:
-                long_table(device, arguments.rounds)
+        if "long" in wanted:
+            long_table(device, arguments.rounds)
 
 
 if __name__ == "__main__":

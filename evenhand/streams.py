@@ -23,4 +23,4 @@ STREAMS = {
 
 def stream(seed: int, name: str, *more: int) -> np.random.Generator:
     """Random numbers for one purpose (and, say, one round) under a seed."""
-    return np.random.default_rng([seed, STREAMS[name], *more])
+    return np.random.Generator(np.random.PCG64([seed, STREAMS[name], *more]))  # as default_rng, in less time

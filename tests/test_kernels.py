@@ -14,9 +14,10 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
 pytest.importorskip("triton", reason="needs Triton, which comes with PyTorch for CUDA")
 
-from evenhand.engine import kernels
+from evenhand.engine import kernels, recurrent_kernels
 from evenhand.engine.fused import Fused
 from evenhand.engine.programs import Batched
+from evenhand.engine.recurrent import Course, Recurrent, backwards, forwards
 from evenhand.engine.training import Shape, arithmetic
 from evenhand.models import build
 from evenhand.models.networks import PooledConv2d
@@ -207,7 +208,7 @@ def test_small_networks_train_by_the_kernels(module, inputs, samples, monkeypatc
     """In the interpreter, too; of two rows the second may stand still."""
     if module[0].__class__ is nn.Unflatten and samples > 100 and not torch.cuda.is_available():
         pytest.skip("slow in the interpreter")
-    monkeypatch.setattr("evenhand.engine.fused._served", lambda device: True)
+    monkeypatch.setattr("evenhand.engine.fused.served", lambda device: True)
     layout = Shape.of(module)
     rows = layout.flat(module.cpu()).to(DEVICE).repeat(ROWS, 1)
     module = module.to(DEVICE)
@@ -228,5 +229,61 @@ def test_small_networks_train_by_the_kernels(module, inputs, samples, monkeypatc
     for view, start, right in zip(layout.views(moved).values(), layout.views(rows).values(), expected, strict=True):
         torch.testing.assert_close(view, start - right)
     assert torch.equal(steady, moved)
+    torch.testing.assert_close(half[0], moved[0])
+    assert torch.equal(half[1], rows[1])
+
+
+@pytest.mark.parametrize(("samples", "units"), [(6, 20), (70, 33)])
+@pytest.mark.parametrize("looked_up", [True, False])
+def test_recurrences(samples, units, looked_up):
+    letters, alphabet = 4, 9
+    shape = torch.Size([ROWS, letters, samples])
+    flat = drawn(ROWS, 4 * units * units + 3)  # weights are views of longer rows
+    weight = flat[:, : 4 * units * units].view(ROWS, 4 * units, units) / units**0.5
+    driven = drawn(ROWS, alphabet if looked_up else letters * samples, 4 * units)
+    places = torch.arange(shape.numel(), device=DEVICE).view(shape) % alphabet if looked_up else None
+    expected = forwards(driven, places, shape, weight)
+    found = recurrent_kernels.forwards(driven, places, shape, weight, precision="ieee")
+    for one, right in zip(found, expected, strict=True):
+        near(one, right)
+    unkept = recurrent_kernels.forwards(driven, places, shape, weight, keep=False, precision="ieee")
+    assert torch.equal(unkept[0], found[0])
+    assert unkept[2] is None
+    active = torch.ones(ROWS, samples, device=DEVICE)
+    active[1] = 0.0
+    still = recurrent_kernels.forwards(driven, places, shape, weight, active=active, precision="ieee")
+    assert torch.equal(still[0][0], found[0][0])
+    assert not still[0][1].any()
+    for error in (drawn(ROWS, samples, units), drawn(*shape, units)):  # of the last state, or of all
+        gates = [tuple(tensor.clone() for tensor in course) for course in (found, still)]
+        right = backwards(Course(*expected), error, weight)
+        near(recurrent_kernels.backwards(gates[0], error, weight, precision="ieee"), right)
+        halted = recurrent_kernels.backwards(gates[1], error, weight, active=active, precision="ieee")
+        near(halted[0], right[0])
+        assert not halted[1].any()
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_character_models_train_by_the_kernels(layers, monkeypatch):
+    """In the interpreter, too; of two rows the second may stand still."""
+    monkeypatch.setattr("evenhand.engine.recurrent.served", lambda device: True)
+    module = build("char-lstm", (5,), 12, seed=0, hidden=18, layers=layers)
+    layout = Shape.of(module)
+    rows, module = layout.flat(module).to(DEVICE).repeat(ROWS, 1), module.to(DEVICE)
+    inputs = torch.arange(ROWS * 6 * 5, device=DEVICE).view(ROWS, 6, 5) * 7 % 12
+    targets, weights = inputs[:, :, 2], drawn(ROWS, 6).abs() / 6
+    program = Recurrent(module, DEVICE, "tf32")
+    assert program.kernels is recurrent_kernels
+    moved, half = rows.clone(), rows.clone()
+    expected, scores = Batched(module).gradients(layout.views(rows), inputs, targets, weights)
+    with arithmetic("tf32"):
+        found, said = program.gradients(layout.views(rows), inputs, targets, weights)
+        program.step(layout.views(moved), inputs, targets, weights)
+        weights[1] = 0.0
+        program.step(layout.views(half), inputs, targets, weights)
+    for one, right in zip([*found, said], [*expected, scores], strict=True):
+        assert torch.linalg.vector_norm(one - right) <= 5e-3 * torch.linalg.vector_norm(right)
+    for view, start, own in zip(layout.views(moved).values(), layout.views(rows).values(), found, strict=True):
+        torch.testing.assert_close(view, start - own, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(half[0], moved[0])
     assert torch.equal(half[1], rows[1])

@@ -43,7 +43,6 @@ NAVIGATION = {
     "Results": ["recipes", *RESULTS],
     "Project": ["contributing", "changelog"],
 }
-LEFT_OUT = {"index", "results/mfairfl_findings"}  # the latter is a part of results/mfairfl
 MADE_OF = {"CONTRIBUTING.md": "contributing", "CHANGELOG.md": "changelog", "README.md": "index"}
 
 # The API reference: a page, its title, and the objects on it. tests/test_documents.py sees to it that all of
@@ -330,15 +329,14 @@ def lay_out(stage: Path) -> None:
     texts["api"] = f"# API reference\n\n`import evenhand as eh` gives all of these but the dotted names.\n\n{entries}\n"
     texts["api"] += "\n" + toctree([f"api/{page}" for page in API])
 
-    known = {page for section in NAVIGATION.values() for page in section} | LEFT_OUT
+    known = {page for section in NAVIGATION.values() for page in section} | {"index"}
     more = sorted(set(pages) - known)
     for caption, section in (NAVIGATION | ({"More": more} if more else {})).items():
         texts["index"] += "\n" + toctree(section, caption)
     for name, text in texts.items():
-        if name not in LEFT_OUT - {"index"}:
-            path = stage / f"{name}.md"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
+        path = stage / f"{name}.md"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
 
 
 def localised(text: str, path: Path, stage: Path, inside: str = "") -> str:

@@ -8,8 +8,9 @@ from torch import nn
 from evenhand.checks import EvenhandError
 from evenhand.engine.fused import Fused
 from evenhand.engine.programs import Batched, FeedForward, Program, Sequential, feed_forward_layers
+from evenhand.engine.recurrent import Recurrent, recurrent_parts
 
-PROGRAMS = ("auto", "fused", "feed-forward", "batched", "sequential")
+PROGRAMS = ("auto", "fused", "feed-forward", "recurrent", "batched", "sequential")
 
 SMALL = 400_000  # parameters up to which a CPU is faster with all rows of a convolutional network at once
 
@@ -30,6 +31,8 @@ def choose_program(
         return Fused(module, device, precision)
     if wanted == "feed-forward" or (wanted == "auto" and plain):
         return FeedForward(module)
+    if wanted == "recurrent" or (wanted == "auto" and recurrent_parts(module)):
+        return Recurrent(module, device, precision)
     convolves = any(isinstance(part, nn.modules.conv._ConvNd) for part in module.modules())
     large = sum(parameter.numel() for parameter in module.parameters()) > SMALL
     on_cpu = device is None or device.type == "cpu"

@@ -60,7 +60,7 @@ class Fused(FeedForward):
         self.opening, self.layers = fused_layers(module)
         if not self.layers:
             raise EvenhandError("program='fused' trains networks of pooled convolutions, Linear and ReLU layers alone")
-        if not _served(device):
+        if not served(device):
             raise EvenhandError(
                 "program='fused' needs a CUDA GPU of compute capability 8.0 or more and Triton, which comes with "
                 "PyTorch for CUDA; use program='auto'"
@@ -68,14 +68,14 @@ class Fused(FeedForward):
         from evenhand.engine import kernels
 
         self.kernels: Any = kernels
-        self.convolves = bool(self.opening.convolutions)
+        self.opens = bool(self.opening.convolutions)
         self.precision = {"tf32": "tf32", "float32": "ieee"}[precision]
         self._mapped = Batched(module)  # for what is not written out
 
     @staticmethod
     def fits(module: nn.Module, device: torch.device | None) -> bool:
         """Whether this program can train the module here."""
-        return bool(fused_layers(module)[1]) and _served(device)
+        return bool(fused_layers(module)[1]) and served(device)
 
     def _through(
         self,
@@ -111,7 +111,7 @@ class Fused(FeedForward):
             if found is not None:
                 found |= {name: own for name, own in zip(named[depth], out, strict=True) if name and own is not None}
             error = below
-        if self.convolves:
+        if self.opens:
             self._convolutions_back(tensors, kept, error, found, active)
         return scores
 
@@ -179,7 +179,7 @@ def _like(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else torch.empty_like(tensor)
 
 
-def _served(device: torch.device | None) -> bool:
+def served(device: torch.device | None) -> bool:
     """Whether the kernels run on a device."""
     if device is None or device.type != "cuda" or find_spec("triton") is None:
         return False

@@ -23,7 +23,7 @@ WIDEST = 128  # samples, and channels, that one program holds at once
 
 
 @triton.jit
-def _still(weights, samples, BA: tl.constexpr):
+def still(weights, samples, BA: tl.constexpr):
     """Whether none of a row's samples counts in this step."""
     sample = tl.arange(0, BA)
     return tl.max(tl.load(weights + sample, mask=sample < samples, other=0.0)) == 0.0
@@ -57,7 +57,7 @@ def _linear(
 ):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
     if SKIP:
-        if _still(active + row * active_row, samples, BA):
+        if still(active + row * active_row, samples, BA):
             return
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     m = tl.program_id(2) * BM + tl.arange(0, BM)
@@ -78,7 +78,7 @@ def _head(
 ):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
     if SKIP:
-        if _still(weights + row * weights_row, samples, BA):
+        if still(weights + row * weights_row, samples, BA):
             return
     m, n = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, BN)
     x_own, weight_own, bias_own = x + row * x_row, weight + row * weight_row, bias + row * bias_row
@@ -114,7 +114,7 @@ def _down(
 ):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
     if SKIP:
-        if _still(active + row * active_row, samples, BA):
+        if still(active + row * active_row, samples, BA):
             return
     k = tl.program_id(0) * BK + tl.arange(0, BK)
     m = tl.program_id(2) * BM + tl.arange(0, BM)
@@ -146,7 +146,7 @@ def _gradient(
 ):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
     if SKIP:
-        if _still(active + row * active_row, samples, BA):
+        if still(active + row * active_row, samples, BA):
             return
     n = tl.program_id(2) * BN + tl.arange(0, BN)
     m = tl.arange(0, BM)
@@ -190,7 +190,7 @@ def _convolve(
     ACROSS: tl.constexpr = SIZE * C
     row = tl.program_id(1).to(tl.int64)
     if SKIP:
-        if _still(active + row * active_row, images, BA):
+        if still(active + row * active_row, images, BA):
             return
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     place = m // 4
@@ -242,7 +242,7 @@ def _filters_back(
     summed = tl.zeros((BN,), dtype=tl.float32)
     end = piece * share + share
     if SKIP:
-        if _still(active + row * active_row, images, BA):
+        if still(active + row * active_row, images, BA):
             end = piece * share
     for start in range(piece * share, end, BM):
         m = start + tl.arange(0, BM)
@@ -279,7 +279,7 @@ def _images_back(
     WP: tl.constexpr = (W + 2 * PAD - SIZE + 1) // 2
     row = tl.program_id(1).to(tl.int64)
     if SKIP:
-        if _still(active + row * active_row, images, BA):
+        if still(active + row * active_row, images, BA):
             return
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     image, y, c = m // (H * W), (m // W) % H, m % W
@@ -309,7 +309,7 @@ def _fit(count: int, most: int = WIDEST) -> int:
     return max(16, min(most, triton.next_power_of_2(count)))
 
 
-def _moving(active: Tensor | None, like: Tensor) -> tuple[Tensor, int, dict[str, Any]]:
+def skipping(active: Tensor | None, like: Tensor) -> tuple[Tensor, int, dict[str, Any]]:
     """The samples' weights (rows x samples), by which kernels see that a row stands still; None: none does."""
     if active is None:
         return like, 0, {"SKIP": False, "BA": 16}
@@ -320,7 +320,7 @@ def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, *, relu: bool, precision: str, active: Tensor | None = None
 ) -> Tensor:
     """x W' + b of every row (rows x samples x outputs)."""
-    moving, moving_row, skip = _moving(active, x)
+    moving, moving_row, skip = skipping(active, x)
     rows, samples, inputs = x.shape
     outputs = weight.shape[1]
     out = x.new_empty(rows, samples, outputs)
@@ -372,7 +372,7 @@ def down(
     error: Tensor, x: Tensor, weight: Tensor, *, gated: bool, precision: str, active: Tensor | None = None
 ) -> Tensor:
     """The error below a layer; gated: nothing where its input x is not above zero."""
-    moving, moving_row, skip = _moving(active, x)
+    moving, moving_row, skip = skipping(active, x)
     rows, samples, inputs = x.shape
     outputs = weight.shape[1]
     out = x.new_empty(rows, samples, inputs)
@@ -400,7 +400,7 @@ def gradient(
     active: Tensor | None = None,
 ) -> None:
     """A layer's gradients, or with `step` its weights less these, are put out."""
-    moving, moving_row, skip = _moving(active, x)
+    moving, moving_row, skip = skipping(active, x)
     rows, samples, inputs = x.shape
     outputs = weight.shape[1]
     bn = _fit(outputs, 32)
@@ -435,7 +435,7 @@ def convolve(
     out = x.new_empty(rows, images, high, wide, outputs)
     winner = torch.empty_like(out, dtype=torch.uint8)
     filters = weight.permute(0, 3, 4, 2, 1).contiguous()
-    moving, moving_row, skip = _moving(active, x)
+    moving, moving_row, skip = skipping(active, x)
     _convolve[(triton.cdiv(4 * images * high * wide, 256), rows)](
         x, filters, bias, out, winner, moving, images, bias.stride(0), moving_row, **skip,
         H=height, W=width, C=channels, OUT=outputs, SIZE=size, PAD=padding, RELU=relu, PRECISION=precision,
@@ -455,7 +455,7 @@ def filters_back(
     share = triton.cdiv(triton.cdiv(places, pieces), 64) * 64
     found = x.new_empty(pieces, rows, outputs, size, size, channels)
     summed = x.new_empty(pieces, rows, outputs)
-    moving, moving_row, skip = _moving(active, x)
+    moving, moving_row, skip = skipping(active, x)
     _filters_back[(triton.cdiv(size * size * channels, bk), rows, pieces)](
         x, error, winner, found, summed, moving, images, rows, share, moving_row, **skip,
         H=height, W=width, C=channels, OUT=outputs, SIZE=size, PAD=padding, PRECISION=precision,
@@ -479,7 +479,7 @@ def images_back(
     outputs, size = weight.shape[1], weight.shape[-1]
     out = error.new_empty(shape)
     filters = weight.permute(0, 3, 4, 1, 2).contiguous()
-    moving, moving_row, skip = _moving(active, error)
+    moving, moving_row, skip = skipping(active, error)
     _images_back[(triton.cdiv(images * height * width, 256), rows)](
         error, winner, filters, out, moving, images, moving_row, **skip,
         H=height, W=width, C=channels, OUT=outputs, SIZE=size, PAD=padding, PRECISION=precision,

@@ -3,10 +3,11 @@
 The models of a cohort are rows of one matrix (rows x parameters); every tensor of the network is a view of its
 columns with the rows as leading axis. A program computes the scores and the gradient of every row's own batch:
   feed-forward   networks of Flatten, Linear and ReLU: forward and backward written out as batched matrix products,
-                 with plain SGD folded into the products, so that no gradient is ever stored;
+                 with plain SGD folded into the products, so that no gradient is ever stored (`recurrent`, in
+                 evenhand.engine.recurrent, does the same for an LSTM, `fused` with kernels of our own);
   batched        any module that `torch.func.vmap` can map over the rows;
   sequential     one row after another with ordinary autograd: the reference, and for modules that cannot be mapped.
-All three give the same numbers up to rounding (tested).
+All give the same numbers up to rounding (tested).
 """
 
 from __future__ import annotations
@@ -282,7 +283,7 @@ class FeedForward:
 
     name = "feed-forward"
     random = False
-    convolves = False
+    opens = False  # whether other layers come before the linear ones
 
     def __init__(self, module: nn.Module) -> None:
         self.layers = feed_forward_layers(module)
@@ -369,7 +370,7 @@ class FeedForward:
         return error if lean is None else error.add_(lean.error(scores))
 
     def _back(self, tensors: Tensors, activations: list[Tensor], error: Tensor, found: Tensors | None) -> Tensor:
-        """From the scores' error down; returns the error below the linear layers, where anything convolves there."""
+        """From the scores' error down; returns the error below the linear layers, where others come before them."""
         for depth in reversed(range(len(self.layers))):
             below, gated = self._below(depth)
             error = self._layer_back(tensors, self.layers[depth], activations[depth], error, below, gated, found)
@@ -377,7 +378,7 @@ class FeedForward:
 
     def _below(self, depth: int) -> tuple[bool, bool]:
         """Whether the error below a linear layer is wanted, and whether a ReLU stands there."""
-        return depth > 0 or self.convolves, depth > 0 and self.layers[depth - 1].relu
+        return depth > 0 or self.opens, depth > 0 and self.layers[depth - 1].relu
 
     def _layer_back(
         self,

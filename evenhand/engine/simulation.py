@@ -24,7 +24,7 @@ from evenhand.engine.foresight import Foresight, Shares, as_foreseen
 from evenhand.engine.groups import Told, cells_of, check_groups, looks_at_groups, said, sharpness, told_columns
 from evenhand.engine.preparation import Preparation
 from evenhand.engine.programs import layers_of
-from evenhand.engine.rounds import Begun, Floats, Foreseen, Integers, Ready, Replica, Settings, Turn, Verdict
+from evenhand.engine.rounds import Begun, Floats, Foreseen, Ready, Replica, Settings, Turn, Verdict
 from evenhand.engine.training import Columns, Local, Shape, evaluate, samples_at_once
 from evenhand.engine.wishes import (
     SEEN,
@@ -651,38 +651,33 @@ class Simulation:
 
     # ------------------------------------------------------------------------------------------------ evaluation
 
-    def _losses(self, models: Tensor, samples: Samples) -> tuple[Floats, Floats, Integers | None]:
-        """Mean loss and accuracy on several clients' samples, NaN for a client without any; predictions by cell."""
-        sums, counts = evaluate(self.module, self.shape, models, self.local.asked(samples))
-        both = sums.cpu().numpy() / np.where(samples.counts > 0, samples.counts, np.nan)
-        return both[0], both[1], None if counts is None else counts.cpu().numpy()
+    def _asked(self, replica: Replica, pooled: Samples) -> tuple[Tensor, Tensor | None]:
+        """Of all clients' test data the sums of losses and of right answers, and predictions by cell, where computed.
 
-    def _personal_losses(self, replica: Replica) -> tuple[Floats, Floats, Integers | None]:
-        """Each client's own model on its own test data."""
-        assert replica.personal is not None
-        found = [
-            self._losses(model.unsqueeze(0), gather([replica.partition.test[client]], self.device))
-            for client, model in enumerate(replica.personal)
-        ]
-        counts = None if self.cells is None else np.concatenate([entry[2] for entry in found if entry[2] is not None])
-        return np.array([entry[0][0] for entry in found]), np.array([entry[1][0] for entry in found]), counts
-
-    def _evaluated(self, replica: Replica, pooled: Samples) -> tuple[Floats, Floats, Integers | None]:
-        if replica.method.training == "alone":
-            return self._losses(replica.model.unsqueeze(0) if replica.personal is None else replica.personal, pooled)
-        if replica.personal is not None:
-            return self._personal_losses(replica)
-        return self._losses(replica.evaluated.unsqueeze(0), pooled)
+        By the shared model, by each client's own, or by the mixture of those who train alone.
+        """
+        alone = replica.method.training == "alone"
+        if replica.personal is None or alone:
+            models = replica.evaluated.unsqueeze(0) if replica.personal is None else replica.personal
+            return evaluate(self.module, self.shape, models, self.local.asked(pooled))
+        found = []
+        for client, model in enumerate(replica.personal):
+            own = gather([replica.partition.test[client]], self.device)
+            found.append(evaluate(self.module, self.shape, model.unsqueeze(0), self.local.asked(own)))
+        counts = [own for _, own in found if own is not None]
+        return torch.cat([sums for sums, _ in found], dim=1), torch.cat(counts) if counts else None
 
     def evaluate(self) -> None:
         """Every client's own test data, all clients, and by their weights the pooled test set."""
+        asked = []
         for replica in self.replicas:
             if replica.pooled is None:
-                replica.pooled = gather(
-                    [replica.partition.test[k] for k in range(replica.partition.clients)], self.device
-                )
-            losses, accuracies, predicted = self._evaluated(replica, replica.pooled)
-            counts = replica.pooled.counts
+                everybody = range(replica.partition.clients)
+                replica.pooled = gather([replica.partition.test[client] for client in everybody], self.device)
+            asked.append((replica, replica.pooled.counts, *self._asked(replica, replica.pooled)))
+        every = Awaited([sums for *_, sums, _ in asked]).numpy()  # all replicas' are on their way before one is read
+        for (replica, counts, _, predicted), sums in zip(asked, every, strict=True):
+            losses, accuracies = sums / np.where(counts > 0, counts, np.nan)  # NaN for a client without test data
             found: dict[str, Any] = {
                 "round": self.round,
                 "accuracies": accuracies,
@@ -691,6 +686,6 @@ class Simulation:
                 "pooled_loss": float(np.nansum(losses * counts) / max(counts.sum(), 1)),
             }
             if predicted is not None:
-                found["predicted"] = predicted.sum(axis=0)
-                replica.predicted = predicted
+                replica.predicted = predicted.cpu().numpy()
+                found["predicted"] = replica.predicted.sum(axis=0)
             replica.evaluations.append(found)

@@ -17,6 +17,7 @@ from torch.nn import functional
 from evenhand.checks import EvenhandError, number
 from evenhand.engine.batches import Batches, Samples, extents, unpadded
 from evenhand.engine.programs import FeedForward, Lean, Likeness, Program, Sequential, answering
+from evenhand.engine.recurrent import Recurrent
 from evenhand.geometry import STRETCH
 
 PRECISIONS = {
@@ -25,6 +26,7 @@ PRECISIONS = {
 }
 AT_ONCE = {"cpu": 8192, "cuda": 32768}  # samples of a feed-forward network measured at once
 AT_ONCE_LARGE = {"cpu": 256, "cuda": 1024}  # of others, whose activations may be large
+AT_ONCE_RECURRENT = {"cpu": 256, "cuda": 8192}
 STREAMS = 16  # rows of the sequential program that a GPU works on at the same time
 MEMORY = 64.0  # samples of a cell that its mean probability remembers
 PADDED = 1.2  # times the real samples: batches with more places than that are cut into patches
@@ -603,9 +605,12 @@ def _means(scores: Tensor, targets: Tensor, shares: Tensor) -> Tensor:
 
 def samples_at_once(program: Program, device: torch.device) -> int:
     """How many samples are measured at once."""
-    if isinstance(program, FeedForward) and not program.convolves:
-        return AT_ONCE.get(device.type, AT_ONCE["cpu"])
-    return AT_ONCE_LARGE.get(device.type, AT_ONCE_LARGE["cpu"])
+    most = AT_ONCE_LARGE
+    if isinstance(program, FeedForward) and not program.opens:
+        most = AT_ONCE
+    elif isinstance(program, Recurrent):
+        most = AT_ONCE_RECURRENT
+    return most.get(device.type, most["cpu"])
 
 
 @dataclass(frozen=True)
