@@ -110,10 +110,7 @@ class Experiment:
         """Plain values, nested by part; `from_dict` gives back an equal experiment."""
         flat = {entry.name: getattr(self, entry.name) for entry in fields(self)}
         flat["method"] = self.method.to_dict()
-        flat["work"] = {entry.name: getattr(self.work, entry.name) for entry in fields(self.work)}
-        flat["sampling"] = {entry.name: getattr(self.sampling, entry.name) for entry in fields(self.sampling)}
-        for name in ("data_options", "partition_options", "model_options"):
-            flat[name] = dict(flat[name])
+        flat |= {name: _settings(flat[name]) for name in PARTS}
         split = list(self.split) if isinstance(self.split, tuple) else self.split
         return flat | {"split": split, "seeds": list(self.seeds)}
 
@@ -123,33 +120,7 @@ class Experiment:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Experiment:
-        known = [entry.name for entry in fields(cls)]
-        for name in values:
-            if name in SHORT:
-                raise EvenhandError(f"{name} belongs to a part of the experiment: write it as {SHORT[name]}")
-            if name not in known:
-                raise EvenhandError(f"an experiment has no entry {name!r}{near_miss(name, known)}")
-        given = dict(values)
-        if "method" in given:
-            given["method"] = _method(given["method"])
-        for name, kind in (("work", LocalWork), ("sampling", Sampling)):
-            if name in given:
-                given[name] = _part(kind, given[name], name)
-        for name in ("data", "data_dir"):
-            if isinstance(given.get(name), Path):
-                given[name] = str(given[name])
-        for name in ("data_options", "partition_options", "model_options"):
-            if not isinstance(given.get(name, {}), Mapping):
-                raise EvenhandError(f"{name}={given[name]!r} must hold options by name")
-        if isinstance(given.get("noise"), list | tuple):
-            given["noise"] = ",".join(map(str, given["noise"]))
-        elif isinstance(given.get("noise"), float):
-            given["noise"] = str(given["noise"])
-        if isinstance(given.get("split"), list):
-            given["split"] = tuple(given["split"])
-        if "seeds" in given:
-            given["seeds"] = _seeds(given["seeds"])
-        return cls(**given)
+        return cls(**_entries(values))
 
     def with_settings(self, settings: Mapping[str, Any]) -> Experiment:
         """Changes by name: `{"method.alpha": 0.2, "work.lr": 0.05, "rounds": 100}`.
@@ -164,15 +135,13 @@ class Experiment:
             part, dot, entry = name.partition(".")
             if part == "method" and dot:
                 changed = replace(changed, method=_with_setting(changed.method, entry, value))
-                continue
-            values = changed.to_dict()
-            if dot and isinstance(values.get(part), dict):
-                values[part] = {**values[part], entry: value}
+            elif part in PARTS and dot:
+                values = {**_settings(getattr(changed, part)), entry: value}
                 if name == "sampling.participation":
-                    values[part]["cohort"] = None
+                    values["cohort"] = None
+                changed = replace(changed, **_entries({part: values}))
             else:
-                values[name] = value
-            changed = Experiment.from_dict(values)
+                changed = replace(changed, **_entries({name: value}))
         return changed
 
     def torch_device(self) -> torch.device:
@@ -188,6 +157,48 @@ SHORT = {
     **{entry.name: f"work.{entry.name}" for entry in fields(LocalWork)},
     **{entry.name: f"sampling.{entry.name}" for entry in fields(Sampling)},
 }
+
+
+OPTIONS = ("data_options", "partition_options", "model_options")
+PARTS = ("work", "sampling", *OPTIONS)  # entries with settings of their own
+
+
+def _settings(part: Any) -> dict[str, Any]:
+    """A part's settings by name."""
+    return (
+        dict(part) if isinstance(part, Mapping) else {entry.name: getattr(part, entry.name) for entry in fields(part)}
+    )
+
+
+def _entries(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Some of an experiment's entries, read from plain values."""
+    known = [entry.name for entry in fields(Experiment)]
+    for name in values:
+        if name in SHORT:
+            raise EvenhandError(f"{name} belongs to a part of the experiment: write it as {SHORT[name]}")
+        if name not in known:
+            raise EvenhandError(f"an experiment has no entry {name!r}{near_miss(name, known)}")
+    given = dict(values)
+    if "method" in given:
+        given["method"] = _method(given["method"])
+    for name, kind in (("work", LocalWork), ("sampling", Sampling)):
+        if name in given:
+            given[name] = _part(kind, given[name], name)
+    for name in ("data", "data_dir"):
+        if isinstance(given.get(name), Path):
+            given[name] = str(given[name])
+    for name in OPTIONS:
+        if not isinstance(given.get(name, {}), Mapping):
+            raise EvenhandError(f"{name}={given[name]!r} must hold options by name")
+    if isinstance(given.get("noise"), list | tuple):
+        given["noise"] = ",".join(map(str, given["noise"]))
+    elif isinstance(given.get("noise"), float):
+        given["noise"] = str(given["noise"])
+    if isinstance(given.get("split"), list):
+        given["split"] = tuple(given["split"])
+    if "seeds" in given:
+        given["seeds"] = _seeds(given["seeds"])
+    return given
 
 
 def _full_name(name: str) -> str:

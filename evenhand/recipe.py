@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -194,14 +195,21 @@ class Recipe:
 
     def described(self, part: Part, row: Row, quirks: bool, tried: Settings) -> Experiment:
         """The experiment behind a row's cells in one part."""
-        chosen = self.experiment.with_settings(part.settings)
-        for quirk in self.quirks if quirks else ():
-            if not quirk.parts or part.name in quirk.parts:
-                chosen = chosen.with_settings(quirk.settings)
+        if (part.name, quirks) not in self._set_ups:
+            chosen = self.experiment.with_settings(part.settings)
+            for quirk in self.quirks if quirks else ():
+                if not quirk.parts or part.name in quirk.parts:
+                    chosen = chosen.with_settings(quirk.settings)
+            self._set_ups[part.name, quirks] = chosen
         own = {name: value for name, value in row.quirks.items() if not isinstance(value, Mapping)}
         own = {**own, **row.quirks.get(part.name, {})} if quirks else {}
         settings = {**row.settings, **row.parts.get(part.name, {}), **own, **tried}
-        return _with(chosen.with_settings({"method": row.method}), settings)
+        return _with(self._set_ups[part.name, quirks].with_settings({"method": row.method}), settings)
+
+    @cached_property
+    def _set_ups(self) -> dict[tuple[str, bool], Experiment]:
+        """What all rows of a part have in common, without or with the quirks, once it was asked for."""
+        return {}
 
 
 def _with(chosen: Experiment, settings: Settings) -> Experiment:
@@ -484,27 +492,33 @@ def _claim(entry: Entry, columns: Sequence[Column], rows: Sequence[Row], parts: 
 
 def _check_runs(top: Entry, recipe: Recipe) -> None:
     """Every cell has a description that can be run: known data, partition, model, method, settings."""
+    named: set[tuple[str, ...]] = set()  # which are known
     for number, part in enumerate(recipe.parts):
         if part.unavailable:
             continue
         with top.at(f"parts[{number}].settings" if part.name else "experiment"):
-            _check_names(recipe.experiment.with_settings(part.settings))
+            _check_names(recipe.experiment.with_settings(part.settings), named)
         for place, row in enumerate(recipe.rows):
             if row.unavailable:
                 continue
             with top.at(f"rows[{place}] ({row.name})"):
                 if len(row.tries()) > 1 and recipe.choose is None:
                     raise EvenhandError("a grid needs a rule to choose by: [choose]")
-                for quirks in (False, True):
+                for quirks in (False, True) if recipe.quirky else (False,):
                     for tried in row.tries():
                         described = recipe.described(part, row, quirks, tried)
                         can_simulate(described.method)
-                    _check_names(described)
+                    _check_names(described, named)
                     if recipe.choose is not None:
                         described.with_settings(recipe.choose.settings)
 
 
-def _check_names(experiment: Experiment) -> None:
+def _check_names(experiment: Experiment, known: set[tuple[str, ...]]) -> None:
+    """Of data, partition and model; those that are known already are not looked up again."""
+    said = experiment.data, experiment.partition, experiment.model
+    if said in known:
+        return
+    known.add(said)
     datasets(name=experiment.data)
     kinds = [entry.name for entry in partitions()]
     kind = re.split("[:,]", experiment.partition)[0]
