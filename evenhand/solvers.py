@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import scipy.linalg
-import scipy.optimize
 
 from evenhand.checks import EvenhandError
 
@@ -303,6 +302,8 @@ def _piqp(problem: _Problem) -> Floats | None:
 
 def _nnls(problem: _Problem) -> Floats | None:
     """Without a box: min |R x|^2 + (costs . x - 1)^2 over x >= 0, whose solution is proportional to the answer."""
+    import scipy.optimize  # a quarter of a second that most programs never need
+
     values, vectors = np.linalg.eigh(problem.gram)
     root = (vectors * np.sqrt(np.maximum(values, 0.0))).T
     system = np.vstack([root, problem.costs])
@@ -316,6 +317,8 @@ def _nnls(problem: _Problem) -> Floats | None:
 
 def _slsqp(problem: _Problem) -> Floats | None:
     """Last resort for boxes where neither QP library can be imported or neither succeeds."""
+    import scipy.optimize
+
     weights = _inside(
         np.full(len(problem), 1.0 / len(problem)), problem.low * problem.costs, problem.high * problem.costs
     )

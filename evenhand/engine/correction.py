@@ -27,7 +27,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.spatial.distance import cdist
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -159,6 +158,8 @@ def dimensions(answers: Floats, neighbours: int) -> Floats:
     count = min(neighbours, len(answers) - 1)
     if count < 1:
         return np.zeros(len(answers))
+    from scipy.spatial.distance import cdist  # slow to load, and nobody else's
+
     nearest = np.sort(cdist(answers, answers), axis=1)[:, 1 : count + 1]
     with np.errstate(divide="ignore"):  # a neighbour at distance 0 makes the dimension 0
         return np.asarray(-count / (np.log(nearest / (nearest[:, -1:] + EPSILON)).sum(axis=1) + EPSILON))
