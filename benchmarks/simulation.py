@@ -4,11 +4,11 @@
 round, one epoch of batches of 50 (and one full-batch step), lr 0.1. Milliseconds a round without evaluation: the
 quietest of five passes over all rows, each the mean of its rounds.
 
-    python benchmarks/simulation.py [--device cpu|cuda] [--rounds 30] [--long] [--only fedavg]
+    python benchmarks/simulation.py [--device cpu|cuda] [--rounds 30] [--long] [--only fedavg] [--tables rounds]
 
 Without --device all devices that are there are measured. --long adds whole runs (3,000 rounds, on a CPU 100),
-a convolutional network and a million registered clients. --only leaves rows of other methods out. peers.py measures
-other frameworks on the same workload.
+a convolutional network and a million registered clients. --only leaves rows of other methods out, --tables
+other tables (there are rounds, whole, unequal, long). peers.py measures other frameworks on the same workload.
 """
 
 from __future__ import annotations
