@@ -296,9 +296,9 @@ def main() -> None:
     parser.add_argument("--tables", nargs="+", choices=TABLES, help="these and no others")
     parser.add_argument("--only", default="", metavar="WORD", help="rows of methods only that have this in their name")
     arguments = parser.parse_args()
-    left_out = {"rounds": False, "whole": not arguments.long, "unequal": bool(arguments.only)}
-    left_out["long"] = left_out["whole"] or left_out["unequal"]
-    wanted = arguments.tables or [name for name, out in left_out.items() if not out]
+    every = not arguments.only
+    usual = {"rounds": True, "whole": arguments.long, "unequal": every, "long": arguments.long and every}
+    wanted = arguments.tables or [name for name, usually in usual.items() if usually]
     for device in devices(arguments.device):
         print(provenance(device))
         if "rounds" in wanted:

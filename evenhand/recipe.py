@@ -14,12 +14,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from evenhand.checks import EvenhandError, near_miss
-from evenhand.data import datasets, partitions
+from evenhand.data import datasets
+from evenhand.data.partitioning import KINDS
 from evenhand.experiment import Experiment, can_simulate
 from evenhand.measuring import bare, check_measure, curve_of
 from evenhand.models import MODELS
@@ -195,21 +195,14 @@ class Recipe:
 
     def described(self, part: Part, row: Row, quirks: bool, tried: Settings) -> Experiment:
         """The experiment behind a row's cells in one part."""
-        if (part.name, quirks) not in self._set_ups:
-            chosen = self.experiment.with_settings(part.settings)
-            for quirk in self.quirks if quirks else ():
-                if not quirk.parts or part.name in quirk.parts:
-                    chosen = chosen.with_settings(quirk.settings)
-            self._set_ups[part.name, quirks] = chosen
+        chosen = self.experiment.with_settings(part.settings)
+        for quirk in self.quirks if quirks else ():
+            if not quirk.parts or part.name in quirk.parts:
+                chosen = chosen.with_settings(quirk.settings)
         own = {name: value for name, value in row.quirks.items() if not isinstance(value, Mapping)}
         own = {**own, **row.quirks.get(part.name, {})} if quirks else {}
         settings = {**row.settings, **row.parts.get(part.name, {}), **own, **tried}
-        return _with(self._set_ups[part.name, quirks].with_settings({"method": row.method}), settings)
-
-    @cached_property
-    def _set_ups(self) -> dict[tuple[str, bool], Experiment]:
-        """What all rows of a part have in common, without or with the quirks, once it was asked for."""
-        return {}
+        return _with(chosen.with_settings({"method": row.method}), settings)
 
 
 def _with(chosen: Experiment, settings: Settings) -> Experiment:
@@ -493,12 +486,11 @@ def _claim(entry: Entry, columns: Sequence[Column], rows: Sequence[Row], parts: 
 
 def _check_runs(top: Entry, recipe: Recipe) -> None:
     """Every cell has a description that can be run: known data, partition, model, method, settings."""
-    named: set[tuple[str, ...]] = set()  # which are known
     for number, part in enumerate(recipe.parts):
         if part.unavailable:
             continue
         with top.at(f"parts[{number}].settings" if part.name else "experiment"):
-            _check_names(recipe.experiment.with_settings(part.settings), named)
+            _check_names(recipe.experiment.with_settings(part.settings))
         for place, row in enumerate(recipe.rows):
             if row.unavailable:
                 continue
@@ -509,22 +501,16 @@ def _check_runs(top: Entry, recipe: Recipe) -> None:
                     for tried in row.tries():
                         described = recipe.described(part, row, quirks, tried)
                         can_simulate(described.method)
-                    _check_names(described, named)
+                    _check_names(described)
                     if recipe.choose is not None:
                         described.with_settings(recipe.choose.settings)
 
 
-def _check_names(experiment: Experiment, known: set[tuple[str, ...]]) -> None:
-    """Of data, partition and model; those that are known already are not looked up again."""
-    said = experiment.data, experiment.partition, experiment.model
-    if said in known:
-        return
-    known.add(said)
+def _check_names(experiment: Experiment) -> None:
     datasets(name=experiment.data)
-    kinds = [entry.name for entry in partitions()]
     kind = re.split("[:,]", experiment.partition)[0]
-    if kind not in (*kinds, "auto"):
-        raise EvenhandError(f"unknown partition {kind!r}{near_miss(kind, kinds)}")
+    if kind not in (*KINDS, "auto"):
+        raise EvenhandError(f"unknown partition {kind!r}{near_miss(kind, KINDS)}")
     if experiment.model not in MODELS and ":" not in experiment.model:
         raise EvenhandError(f"unknown model {experiment.model!r}{near_miss(experiment.model, MODELS)}")
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from evenhand.checks import EvenhandError
-from evenhand.engine.programs import Batched, FeedForward, Layer, Lean, Tensors, feed_forward_layers
+from evenhand.engine.programs import Batched, FeedForward, Layer, Lean, Tensors, feed_forward_layers, take
 from evenhand.models.networks import PooledConv2d
 
 WIDEST = 128  # samples, channels and classes that one program of the kernels holds at once
@@ -160,19 +160,15 @@ class Fused(FeedForward):
         for depth in reversed(range(len(self.opening.convolutions))):
             name, size, padding, _ = self.opening.convolutions[depth]
             images, winner = kept[2 * depth : 2 * depth + 2]
-            weight, bias = tensors[f"{name}.weight"], tensors[f"{name}.bias"]
             if error.dim() == 3:  # from the linear layers, which know no places
                 rows, samples, high, wide, channels = winner.shape
                 error = error.view(rows, samples, channels, high, wide).permute(0, 1, 3, 4, 2).contiguous()
             how = {"padding": padding, "precision": self.precision, "active": active}
             filters, biases = self.kernels.filters_back(error, winner, images, size, **how)
             if depth:
-                error = self.kernels.images_back(error, winner, weight, images.shape, **how)
-            if found is None:
-                weight.sub_(filters)
-                bias.sub_(biases)
-            else:
-                found[f"{name}.weight"], found[f"{name}.bias"] = filters, biases
+                error = self.kernels.images_back(error, winner, tensors[f"{name}.weight"], images.shape, **how)
+            take(tensors, f"{name}.weight", filters, found)
+            take(tensors, f"{name}.bias", biases, found)
 
 
 def _like(tensor: Tensor | None) -> Tensor | None:

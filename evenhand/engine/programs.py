@@ -393,15 +393,26 @@ class FeedForward:
         """One layer's part of it; returns the error below, where it is wanted."""
         weight, bias = f"{layer.name}.weight", f"{layer.name}.bias"
         down = torch.bmm(error, tensors[weight]) if below else error
-        if found is None:
-            tensors[weight].baddbmm_(error.transpose(1, 2), x, alpha=-1.0)
-            if layer.biased:
-                tensors[bias].sub_(error.sum(1))
-        else:
-            found[weight] = torch.bmm(error.transpose(1, 2), x)
-            if layer.biased:
-                found[bias] = error.sum(1)
+        take_product(tensors, weight, error.transpose(1, 2), x, found)
+        if layer.biased:
+            take(tensors, bias, error.sum(1), found)
         return down.mul_(x > 0) if below and gated else down
+
+
+def take(tensors: Tensors, name: str, gradient: Tensor, found: Tensors | None) -> None:
+    """A gradient is found or, without a place for it, taken off the weights."""
+    if found is None:
+        tensors[name].sub_(gradient)
+    else:
+        found[name] = gradient
+
+
+def take_product(tensors: Tensors, name: str, left: Tensor, right: Tensor, found: Tensors | None) -> None:
+    """The same of one that is a product; off the weights without being stored."""
+    if found is None:
+        tensors[name].baddbmm_(left, right, alpha=-1.0)
+    else:
+        found[name] = torch.bmm(left, right)
 
 
 def feed_forward_layers(module: nn.Module) -> list[Layer]:

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from evenhand.checks import EvenhandError
 from evenhand.engine.fused import served
-from evenhand.engine.programs import Batched, FeedForward, Layer, Tensors
+from evenhand.engine.programs import Batched, FeedForward, Layer, Lean, Tensors, take, take_product
 from evenhand.models.recurrent import LSTM, LastStep
 
 
@@ -62,7 +62,7 @@ class Recurrent(FeedForward):
         inputs: Tensor,
         targets: Tensor,
         weights: Tensor,
-        lean: Any,
+        lean: Lean | None,
         found: Tensors | None,
         steady: bool,
     ) -> Tensor:
@@ -73,8 +73,8 @@ class Recurrent(FeedForward):
         self._courses_back(tensors, inputs, courses, error, found, active)
         return scores
 
-    def _tensor(self, tensors: Tensors, kind: str, depth: int) -> Tensor:
-        return tensors[f"{self.lstm}.{kind}_l{depth}"]
+    def _name(self, kind: str, depth: int) -> str:
+        return f"{self.lstm}.{kind}_l{depth}"
 
     def _opened(self, tensors: Tensors, inputs: Tensor, active: Tensor | None = None, *, keep: bool) -> list[Course]:
         """Every layer's course through the inputs (rows x samples x characters)."""
@@ -82,11 +82,11 @@ class Recurrent(FeedForward):
         places = inputs.transpose(1, 2).contiguous()
         for depth in range(self.depth):
             below = courses[-1].hidden.flatten(1, 2) if courses else tensors[f"{self.embedding}.weight"]
-            bias = self._tensor(tensors, "bias_ih", depth) + self._tensor(tensors, "bias_hh", depth)
-            weight = self._tensor(tensors, "weight_ih", depth)
+            bias = tensors[self._name("bias_ih", depth)] + tensors[self._name("bias_hh", depth)]
+            weight = tensors[self._name("weight_ih", depth)]
             driven = torch.baddbmm(bias.unsqueeze(1), below, weight.transpose(1, 2))
             steps = self.kernels.forwards if self.kernels is not None else forwards
-            given = (driven, None if courses else places, places.shape, self._tensor(tensors, "weight_hh", depth))
+            given = (driven, None if courses else places, places.shape, tensors[self._name("weight_hh", depth)])
             courses.append(Course(*steps(*given, active=active, keep=keep)))
         return courses
 
@@ -104,10 +104,11 @@ class Recurrent(FeedForward):
         for depth in reversed(range(self.depth)):
             course = courses[depth]
             steps = self.kernels.backwards if self.kernels is not None else backwards
-            errors = steps(course, error, self._tensor(tensors, "weight_hh", depth), active=active).flatten(1, 2)
+            errors = steps(course, error, tensors[self._name("weight_hh", depth)], active=active).flatten(1, 2)
             turned = errors.transpose(1, 2)
-            changes = {"weight_hh": (turned[:, :, samples:], course.hidden[:, :-1].flatten(1, 2))}
-            weight = self._tensor(tensors, "weight_ih", depth)
+            before = course.hidden[:, :-1].flatten(1, 2)
+            take_product(tensors, self._name("weight_hh", depth), turned[:, :, samples:], before, found)
+            weight = tensors[self._name("weight_ih", depth)]
             if depth:
                 below = courses[depth - 1].hidden.flatten(1, 2)
                 error = torch.bmm(errors, weight).view_as(courses[depth - 1].hidden)
@@ -119,23 +120,10 @@ class Recurrent(FeedForward):
                 by_token = torch.bmm(each.transpose(1, 2), errors)  # nothing is added up by atomics
                 turned, summed = by_token.transpose(1, 2), by_token.sum(1)
                 embedded = torch.bmm(by_token, weight)
-            changes["weight_ih"] = (turned, below)
-            for kind, (one, other) in changes.items():
-                name = f"{self.lstm}.{kind}_l{depth}"
-                if found is None:
-                    tensors[name].baddbmm_(one, other, alpha=-1.0)
-                else:
-                    found[name] = torch.bmm(one, other)
-            for kind in ("bias_ih", "bias_hh"):
-                _take(tensors, f"{self.lstm}.{kind}_l{depth}", summed, found)
-        _take(tensors, f"{self.embedding}.weight", embedded, found)
-
-
-def _take(tensors: Tensors, name: str, gradient: Tensor, found: Tensors | None) -> None:
-    if found is None:
-        tensors[name].sub_(gradient)
-    else:
-        found[name] = gradient
+            take_product(tensors, self._name("weight_ih", depth), turned, below, found)
+            take(tensors, self._name("bias_ih", depth), summed, found)
+            take(tensors, self._name("bias_hh", depth), summed, found)
+        take(tensors, f"{self.embedding}.weight", embedded, found)
 
 
 def forwards(
