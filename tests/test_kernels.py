@@ -112,7 +112,14 @@ def test_the_last_layer(classes, inputs, biased, below, gated):
 
 @pytest.mark.parametrize(
     ("side", "channels", "outputs", "size", "padding", "relu"),
-    [(12, 3, 8, 5, 0, True), (10, 4, 6, 5, 2, True), (11, 2, 5, 3, 1, False)],
+    [
+        (12, 3, 8, 5, 0, True),
+        (10, 4, 6, 5, 2, True),
+        (11, 2, 5, 3, 1, False),
+        (9, 1, 32, 3, 0, True),  # an odd side: the last places are not pooled
+        (8, 16, 20, 3, 1, True),  # channels in sixteens and in thirty-twos are read without a look at single ones
+        (9, 32, 32, 3, 1, False),
+    ],
 )
 def test_pooled_convolutions(side, channels, outputs, size, padding, relu):
     given = drawn(ROWS, 3, side, side, channels), drawn(ROWS, outputs, channels, size, size), drawn(ROWS, outputs)

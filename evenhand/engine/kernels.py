@@ -18,8 +18,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn import functional
 
 WIDEST = 128  # samples, and channels, that one program holds at once
+PROGRAMS = 264  # that keep a device busy: fewer are cut smaller
 
 
 @triton.jit
@@ -142,7 +144,7 @@ def _gradient(
     x_row, weight_row, bias_row, weight_out_row, bias_out_row, active_row,
     OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, SKIP: tl.constexpr, BA: tl.constexpr,
     BIASED: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCKS: tl.constexpr, AHEAD: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
     if SKIP:
@@ -155,21 +157,19 @@ def _gradient(
         mask=(m[:, None] < samples) & (n[None, :] < OUTPUTS),
         other=0.0,
     )
-    turned = tl.trans(e)
-    for block in tl.range(0, BLOCKS, num_stages=AHEAD):
-        k = (tl.program_id(0) * BLOCKS + block) * BK + tl.arange(0, BK)
-        inside = (n[:, None] < OUTPUTS) & (k[None, :] < INPUTS)
-        a = tl.load(
-            x + row * x_row + m[:, None] * INPUTS + k[None, :],
-            mask=(m[:, None] < samples) & (k[None, :] < INPUTS),
-            other=0.0,
-        )
-        if STEP:
-            w = tl.load(weight + row * weight_row + n[:, None] * INPUTS + k[None, :], mask=inside, other=0.0)
-        change = tl.dot(turned, a, input_precision=PRECISION)
-        if STEP:
-            change = w - change
-        tl.store(weight_out + row * weight_out_row + n[:, None] * INPUTS + k[None, :], change, mask=inside)
+    k = tl.program_id(0) * BK + tl.arange(0, BK)
+    inside = (n[:, None] < OUTPUTS) & (k[None, :] < INPUTS)
+    a = tl.load(
+        x + row * x_row + m[:, None] * INPUTS + k[None, :],
+        mask=(m[:, None] < samples) & (k[None, :] < INPUTS),
+        other=0.0,
+    )
+    if STEP:
+        w = tl.load(weight + row * weight_row + n[:, None] * INPUTS + k[None, :], mask=inside, other=0.0)
+    change = tl.dot(tl.trans(e), a, input_precision=PRECISION)
+    if STEP:
+        change = w - change
+    tl.store(weight_out + row * weight_out_row + n[:, None] * INPUTS + k[None, :], change, mask=inside)
     if BIASED:
         if tl.program_id(0) == 0:
             summed = tl.sum(e, axis=0)
@@ -184,10 +184,10 @@ def _convolve(
     H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, OUT: tl.constexpr, SIZE: tl.constexpr, PAD: tl.constexpr,
     RELU: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Places in fours that are pooled together; weight is rows x (SIZE * SIZE * C) x OUT."""
+    """Places in fours that are pooled together; weight is rows x OUT x (SIZE * SIZE * C)."""
     HP: tl.constexpr = (H + 2 * PAD - SIZE + 1) // 2
     WP: tl.constexpr = (W + 2 * PAD - SIZE + 1) // 2
-    ACROSS: tl.constexpr = SIZE * C
+    ALL: tl.constexpr = SIZE * SIZE * C
     row = tl.program_id(1).to(tl.int64)
     if SKIP:
         if still(active + row * active_row, images, BA):
@@ -198,19 +198,27 @@ def _convolve(
     base = x + row * images * (H * W * C) + (image * (H * W * C) + y * (W * C) + c * C)[:, None]
     o = tl.arange(0, BN)
     total = tl.zeros((BM, BN), dtype=tl.float32)
-    for start in range(0, SIZE * ACROSS, BK):
+    for start in range(0, ALL, BK):
         k = start + tl.arange(0, BK)
-        i, j = k // ACROSS, k % ACROSS
-        real = (image[:, None] < images) & (k[None, :] < SIZE * ACROSS)
-        if PAD > 0:
-            down, along = y[:, None] + i[None, :], c[:, None] + (j // C)[None, :]
-            real = real & (down >= 0) & (down < H) & (along >= 0) & (along < W)
-        a = tl.load(base + (i * (W * C) + j)[None, :], mask=real, other=0.0)
+        if C % BK == 0:  # all at one of the filter's places
+            i, j = start // (SIZE * C), (start // C) % SIZE
+            there = (i * W + j) * C + start % C + tl.arange(0, BK)
+            real = image < images
+            if PAD > 0:
+                real = real & (y + i >= 0) & (y + i < H) & (c + j >= 0) & (c + j < W)
+            a = tl.load(base + there[None, :], mask=real[:, None], other=0.0)
+        else:
+            i, j = k // (SIZE * C), k % (SIZE * C)
+            shown = (image[:, None] < images) & (k[None, :] < ALL)
+            if PAD > 0:
+                down, along = y[:, None] + i[None, :], c[:, None] + (j // C)[None, :]
+                shown = shown & (down >= 0) & (down < H) & (along >= 0) & (along < W)
+            a = tl.load(base + (i * (W * C) + j)[None, :], mask=shown, other=0.0)
         b = tl.load(
-            weight + row * (SIZE * ACROSS * OUT) + k[:, None] * OUT + o[None, :],
-            mask=(k[:, None] < SIZE * ACROSS) & (o[None, :] < OUT), other=0.0,
+            weight + row * (ALL * OUT) + o[:, None] * ALL + k[None, :],
+            mask=(o[:, None] < OUT) & (k[None, :] < ALL), other=0.0,
         )  # fmt: skip
-        total = tl.dot(a, b, total, input_precision=PRECISION)
+        total = tl.dot(a, tl.trans(b), total, input_precision=PRECISION)
     largest, which = tl.max(tl.reshape(total, (BM // 4, 4, BN)), axis=1, return_indices=True)
     largest += tl.load(bias + row * bias_row + o, mask=o < OUT, other=0.0)[None, :]
     if RELU:
@@ -269,38 +277,57 @@ def _filters_back(
 
 
 @triton.jit
+def _unpool(
+    error, winner, out, places, HP: tl.constexpr, WP: tl.constexpr, OUT: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr,
+):  # fmt: skip
+    """The error before pooling: what it is after it at the place that won, nothing at the other three."""
+    m, o = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, BN)
+    image, y, c = (m // (HP * WP)).to(tl.int64), (m // WP) % HP, m % WP
+    here, real = m.to(tl.int64)[:, None] * OUT + o[None, :], (m[:, None] < places) & (o[None, :] < OUT)
+    e = tl.load(error + here, mask=real, other=0.0)
+    won = tl.load(winner + here, mask=real, other=4)
+    for quarter in tl.static_range(4):
+        there = (image * (2 * HP) + 2 * y + quarter // 2) * (2 * WP) + 2 * c + quarter % 2
+        tl.store(out + there[:, None] * OUT + o[None, :], tl.where(won == quarter, e, 0.0), mask=real)
+
+
+@triton.jit
 def _images_back(
-    error, winner, weight, out, active, images, active_row, SKIP: tl.constexpr, BA: tl.constexpr,
+    error, weight, out, active, images, active_row, SKIP: tl.constexpr, BA: tl.constexpr,
     H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, OUT: tl.constexpr, SIZE: tl.constexpr, PAD: tl.constexpr,
     PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """The error at a convolution's input; weight is rows x (SIZE * SIZE * OUT) x C."""
+    """The error at a convolution's input, of that before pooling; weight is rows x C x (SIZE * SIZE * LANES).
+
+    LANES: OUT, filled up to a multiple of BK.
+    """
     HP: tl.constexpr = (H + 2 * PAD - SIZE + 1) // 2
     WP: tl.constexpr = (W + 2 * PAD - SIZE + 1) // 2
+    LANES: tl.constexpr = (OUT + BK - 1) // BK * BK
+    ALL: tl.constexpr = SIZE * SIZE * LANES
     row = tl.program_id(1).to(tl.int64)
     if SKIP:
         if still(active + row * active_row, images, BA):
             return
     m = tl.program_id(0) * BM + tl.arange(0, BM)
-    image, y, c = m // (H * W), (m // W) % H, m % W
+    image, y, c = m // (H * W), (m // W) % H + PAD, m % W + PAD
+    base = error + row * images * (4 * HP * WP * OUT) + (((image * (2 * HP) + y) * (2 * WP) + c) * OUT)[:, None]
     channel = tl.arange(0, BN)
     total = tl.zeros((BM, BN), dtype=tl.float32)
-    for start in range(0, SIZE * SIZE * OUT, BK):
+    for start in range(0, ALL, BK):
+        i, j = start // (SIZE * LANES), (start // LANES) % SIZE
+        lane = start % LANES + tl.arange(0, BK)
+        real = (image < images) & (y >= i) & (y - i < 2 * HP) & (c >= j) & (c - j < 2 * WP)
+        shown = real[:, None]
+        if OUT % BK != 0:
+            shown = shown & (lane[None, :] < OUT)
+        e = tl.load(base + (lane - (i * (2 * WP) + j) * OUT)[None, :], mask=shown, other=0.0)
         k = start + tl.arange(0, BK)
-        down = y[:, None] + PAD - (k // (SIZE * OUT))[None, :]
-        along = c[:, None] + PAD - ((k // OUT) % SIZE)[None, :]
-        real = (down >= 0) & (down < 2 * HP) & (along >= 0) & (along < 2 * WP)
-        real = real & (image[:, None] < images) & (k[None, :] < SIZE * SIZE * OUT)
-        there = ((image[:, None] * HP + down // 2) * WP + along // 2) * OUT + (k % OUT)[None, :]
-        there = row * images * (HP * WP * OUT) + there
-        e = tl.load(error + there, mask=real, other=0.0)
-        won = tl.load(winner + there, mask=real, other=4)
-        e = tl.where(won == (down % 2) * 2 + along % 2, e, 0.0)
         b = tl.load(
-            weight + row * (SIZE * SIZE * OUT * C) + k[:, None] * C + channel[None, :],
-            mask=(k[:, None] < SIZE * SIZE * OUT) & (channel[None, :] < C), other=0.0,
-        )  # fmt: skip
-        total = tl.dot(e, b, total, input_precision=PRECISION)
+            weight + row * (ALL * C) + channel[:, None] * ALL + k[None, :], mask=channel[:, None] < C, other=0.0
+        )
+        total = tl.dot(e, tl.trans(b), total, input_precision=PRECISION)
     there = row * images * (H * W * C) + m[:, None] * C + channel[None, :]
     tl.store(out + there, total, mask=(image[:, None] < images) & (channel[None, :] < C))
 
@@ -325,15 +352,15 @@ def linear(
     outputs = weight.shape[1]
     out = x.new_empty(rows, samples, outputs)
     bm = _fit(samples, 64)
-    few = rows * outputs * (samples // bm + 1) <= 16 * 264
-    bn = 16 if few else _fit(outputs)
+    few = rows * outputs * (samples // bm + 1) <= 16 * PROGRAMS
+    bn = 16 if few else _fit(outputs, 32)
     grid = (triton.cdiv(outputs, bn), rows, triton.cdiv(samples, bm))
     _linear[grid](
         x, weight, weight if bias is None else bias, out, moving, samples,
         x.stride(0), weight.stride(0), 0 if bias is None else bias.stride(0), moving_row,
         OUTPUTS=outputs, INPUTS=inputs, **skip,
         RELU=relu, BIASED=bias is not None, PRECISION=precision, BM=bm, BN=bn, BK=64 if few else 32,
-        num_warps=4 if bn < 128 else 8, num_stages=3 if few else 4,
+        num_warps=4, num_stages=3 if few else 4,
     )  # fmt: skip
     return out
 
@@ -377,12 +404,12 @@ def down(
     outputs = weight.shape[1]
     out = x.new_empty(rows, samples, inputs)
     bm = _fit(samples, 64)
-    few = rows * inputs * (samples // bm + 1) <= 16 * 264
+    few = rows * inputs * (samples // bm + 1) <= 16 * PROGRAMS
     bk = 16 if few else 32
     _down[(triton.cdiv(inputs, bk), rows, triton.cdiv(samples, bm))](
         error, x, weight, out, moving, samples, x.stride(0), weight.stride(0), moving_row,
         OUTPUTS=outputs, INPUTS=inputs, **skip, GATED=gated, PRECISION=precision,
-        BM=bm, BN=_fit(outputs, 64), BK=bk, num_warps=4, num_stages=3 if few else 2,
+        BM=bm, BN=32, BK=bk, num_warps=4, num_stages=3 if few else 2,
     )  # fmt: skip
     return out
 
@@ -403,18 +430,15 @@ def gradient(
     moving, moving_row, skip = skipping(active, x)
     rows, samples, inputs = x.shape
     outputs = weight.shape[1]
-    bn = _fit(outputs, 32)
-    few = rows * triton.cdiv(outputs, bn) <= 264
-    bm, bk = _fit(samples), 32 if few else 64
-    blocks = triton.cdiv(inputs, bk)
-    if few:  # enough programs for the device come before few loads of the error
-        blocks = max(1, rows * triton.cdiv(outputs, bn) * blocks // 800)
-    _gradient[(triton.cdiv(inputs, bk * blocks), rows, triton.cdiv(outputs, bn))](
+    bm, bn, bk = _fit(samples), _fit(outputs, 32), 128
+    if rows * triton.cdiv(outputs, bn) * triton.cdiv(inputs, bk) < PROGRAMS:
+        bk = 32
+    _gradient[(triton.cdiv(inputs, bk), rows, triton.cdiv(outputs, bn))](
         error, x, weight, weight if bias is None else bias, weight_out, weight_out if bias_out is None else bias_out,
         moving, samples, x.stride(0), weight.stride(0), 0 if bias is None else bias.stride(0),
         weight_out.stride(0), 0 if bias_out is None else bias_out.stride(0), moving_row,
         OUTPUTS=outputs, INPUTS=inputs, **skip, BIASED=bias is not None, STEP=step, PRECISION=precision,
-        BM=bm, BN=bn, BK=bk, BLOCKS=blocks, AHEAD=2 if few or bm > 64 else 3, num_warps=4,
+        BM=bm, BN=bn, BK=bk, num_warps=4,
     )  # fmt: skip
 
 
@@ -434,12 +458,17 @@ def convolve(
     high, wide = ((side + 2 * padding - size + 1) // 2 for side in (height, width))
     out = x.new_empty(rows, images, high, wide, outputs)
     winner = torch.empty_like(out, dtype=torch.uint8)
-    filters = weight.permute(0, 3, 4, 2, 1).contiguous()
+    filters = weight.permute(0, 1, 3, 4, 2)
+    if channels % 4 and channels > 1:  # four are read at once
+        x, filters = (functional.pad(part, (0, -channels % 4)) for part in (x, filters))
+    filters, channels = filters.contiguous(), x.shape[-1]
+    whole = channels % 16 == 0
     moving, moving_row, skip = skipping(active, x)
-    _convolve[(triton.cdiv(4 * images * high * wide, 256), rows)](
+    bm, bk = (256, 32 if channels % 32 == 0 else 16) if whole else (128, 32)
+    _convolve[(triton.cdiv(4 * images * high * wide, bm), rows)](
         x, filters, bias, out, winner, moving, images, bias.stride(0), moving_row, **skip,
         H=height, W=width, C=channels, OUT=outputs, SIZE=size, PAD=padding, RELU=relu, PRECISION=precision,
-        BM=256, BN=_fit(outputs), BK=32, num_warps=4, num_stages=2,
+        BM=bm, BN=_fit(outputs), BK=bk, num_warps=8 if whole else 4, num_stages=3 if whole else 1,
     )  # fmt: skip
     return out, winner
 
@@ -477,12 +506,18 @@ def images_back(
     """The error at a convolution's input of the given shape."""
     rows, images, height, width, channels = shape
     outputs, size = weight.shape[1], weight.shape[-1]
+    high, wide = error.shape[2:4]
+    bk, places = 16 if outputs % 32 else 32, error[..., 0].numel()
+    before = error.new_empty(rows, images, 2 * high, 2 * wide, outputs)
+    _unpool[(triton.cdiv(places, 32),)](
+        error, winner, before, places, HP=high, WP=wide, OUT=outputs, BM=32, BN=_fit(outputs), num_warps=4,
+    )  # fmt: skip
     out = error.new_empty(shape)
-    filters = weight.permute(0, 3, 4, 1, 2).contiguous()
+    filters = functional.pad(weight.permute(0, 2, 3, 4, 1), (0, -outputs % bk)).contiguous()
     moving, moving_row, skip = skipping(active, error)
-    _images_back[(triton.cdiv(images * height * width, 256), rows)](
-        error, winner, filters, out, moving, images, moving_row, **skip,
+    _images_back[(triton.cdiv(images * height * width, 128), rows)](
+        before, filters, out, moving, images, moving_row, **skip,
         H=height, W=width, C=channels, OUT=outputs, SIZE=size, PAD=padding, PRECISION=precision,
-        BM=256, BN=_fit(channels), BK=32, num_warps=4, num_stages=2,
+        BM=128, BN=_fit(channels), BK=bk, num_warps=4, num_stages=3,
     )  # fmt: skip
     return out

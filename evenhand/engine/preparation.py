@@ -26,7 +26,7 @@ from evenhand.engine.batches import (
 from evenhand.engine.rounds import Ready, Replica, Settings
 from evenhand.engine.wishes import mixup_of, sees_one_batch
 from evenhand.engine.worker import Worker
-from evenhand.streams import stream
+from evenhand.streams import round_stream
 
 AHEAD = 4  # rounds that are prepared at once
 UNIT = 8  # of clients with different numbers of steps rounds have a multiple of so many, and so fewer shapes
@@ -135,7 +135,7 @@ class Preparation:
             cast.whose.append(key)
             if key not in cast.cohorts:
                 epochs = sampling.epochs(replica.seed, index, here, 1 if one else work.epochs)
-                rng = stream(replica.seed, "batches", index)
+                rng = round_stream(replica.seed, "batches", index)
                 cast.cohorts[key] = replica, Cohort(self._samples(replica, here), epochs, rng)
         return cast
 

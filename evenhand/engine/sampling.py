@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from evenhand.checks import EvenhandError, choice, number
-from evenhand.streams import stream
+from evenhand.streams import round_stream
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -43,7 +43,7 @@ class Sampling:
     def draw(self, seed: int, round: int, sizes: Indices) -> Indices:
         """Clients asked in a round, in ascending order; the work depends on the cohort, not on the population."""
         clients, wanted = len(sizes), self.count(len(sizes))
-        rng = stream(seed, "sampling", round)
+        rng = round_stream(seed, "sampling", round)
         if self.availability < 1.0:
             return self._among_available(seed, round, sizes, wanted, rng)
         if wanted == clients:
@@ -53,7 +53,7 @@ class Sampling:
         return np.sort(rng.choice(clients, wanted, replace=False, shuffle=False))
 
     def _among_available(self, seed: int, round: int, sizes: Indices, wanted: int, rng: np.random.Generator) -> Indices:
-        reached = np.flatnonzero(stream(seed, "availability", round).random(len(sizes)) < self.availability)
+        reached = np.flatnonzero(round_stream(seed, "availability", round).random(len(sizes)) < self.availability)
         if len(reached) <= wanted:
             return reached
         share = sizes[reached] / sizes[reached].sum() if self.kind == "size" else None
@@ -64,7 +64,7 @@ class Sampling:
         scheduled = self.drop.get(str(round), [])
         lost = np.isin(cohort, scheduled) if scheduled else np.zeros(len(cohort), dtype=bool)
         if self.dropout > 0.0 and len(cohort):
-            chances = stream(seed, "dropout", round).random(len(cohort))
+            chances = round_stream(seed, "dropout", round).random(len(cohort))
             lost |= chances < self.dropout
             if lost.all() and not np.isin(cohort, scheduled).all():
                 lost[np.argmax(chances)] = False
@@ -74,7 +74,7 @@ class Sampling:
         """Epochs each client manages: all of them, or for a straggler a uniform share (FedProx: at least one step)."""
         managed = np.full(len(cohort), float(epochs))
         if self.stragglers > 0.0 and len(cohort):
-            rng = stream(seed, "stragglers", round)
+            rng = round_stream(seed, "stragglers", round)
             slow = rng.random(len(cohort)) < self.stragglers
             managed[slow] = epochs * rng.uniform(0.0, 1.0, len(cohort))[slow]
             managed = np.maximum(managed, 1e-6)

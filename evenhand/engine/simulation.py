@@ -651,13 +651,12 @@ class Simulation:
 
     # ------------------------------------------------------------------------------------------------ evaluation
 
-    def _asked(self, replica: Replica, pooled: Samples) -> tuple[Tensor, Tensor | None]:
+    def _personally(self, replica: Replica, pooled: Samples) -> tuple[Tensor, Tensor | None]:
         """Of all clients' test data the sums of losses and of right answers, and predictions by cell, where computed.
 
-        By the shared model, by each client's own, or by the mixture of those who train alone.
+        By each client's own model, or by the mixture of those who train alone.
         """
-        alone = replica.method.training == "alone"
-        if replica.personal is None or alone:
+        if replica.personal is None or replica.method.training == "alone":
             models = replica.evaluated.unsqueeze(0) if replica.personal is None else replica.personal
             return evaluate(self.module, self.shape, models, self.local.asked(pooled))
         found = []
@@ -667,25 +666,33 @@ class Simulation:
         counts = [own for _, own in found if own is not None]
         return torch.cat([sums for sums, _ in found], dim=1), torch.cat(counts) if counts else None
 
+    def _pooled(self, replica: Replica) -> Samples:
+        """All clients' test data."""
+        if replica.pooled is None:
+            everybody = range(replica.partition.clients)
+            replica.pooled = gather([replica.partition.test[client] for client in everybody], self.device)
+        return replica.pooled
+
     def evaluate(self) -> None:
         """Every client's own test data, all clients, and by their weights the pooled test set."""
-        asked = []
-        for replica in self.replicas:
-            if replica.pooled is None:
-                everybody = range(replica.partition.clients)
-                replica.pooled = gather([replica.partition.test[client] for client in everybody], self.device)
-            asked.append((replica, replica.pooled.counts, *self._asked(replica, replica.pooled)))
-        every = Awaited([sums for *_, sums, _ in asked]).numpy()  # all replicas' are on their way before one is read
-        for (replica, counts, _, predicted), sums in zip(asked, every, strict=True):
+        every = [self._pooled(replica) for replica in self.replicas]
+        if all(replica.personal is None for replica in self.replicas):
+            found = self.worker.evaluate(self.module, [replica.evaluated for replica in self.replicas], every)
+        else:
+            found = list(map(self._personally, self.replicas, every))
+        cells = [predicted.double() for _, predicted in found if predicted is not None]
+        answers = Awaited([*(sums for sums, _ in found), *cells]).numpy()  # of all replicas, before one is read
+        for number, (replica, pooled) in enumerate(zip(self.replicas, every, strict=True)):
+            counts, sums = pooled.counts, answers[number]
             losses, accuracies = sums / np.where(counts > 0, counts, np.nan)  # NaN for a client without test data
-            found: dict[str, Any] = {
+            record: dict[str, Any] = {
                 "round": self.round,
                 "accuracies": accuracies,
                 "losses": losses,
                 "pooled_accuracy": float(np.nansum(accuracies * counts) / max(counts.sum(), 1)),
                 "pooled_loss": float(np.nansum(losses * counts) / max(counts.sum(), 1)),
             }
-            if predicted is not None:
-                replica.predicted = predicted.cpu().numpy()
-                found["predicted"] = replica.predicted.sum(axis=0)
-            replica.evaluations.append(found)
+            if cells:
+                replica.predicted = answers[len(every) + number].astype(np.int64)
+                record["predicted"] = replica.predicted.sum(axis=0)
+            replica.evaluations.append(record)

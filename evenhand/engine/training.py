@@ -653,8 +653,9 @@ def evaluate(module: nn.Module, shape: Shape, models: Tensor, asked: Asked) -> t
     sums = torch.stack([torch.segment_reduce(row, "sum", lengths=samples.lengths, unsafe=True) for row in found])
     if asked.cells is None:
         return sums, None
-    clients = len(samples.counts)
-    owner = torch.repeat_interleave(torch.arange(clients, device=models.device), samples.lengths)
+    clients, count = len(samples.counts), len(samples.indices)
+    owner = torch.repeat_interleave(torch.arange(clients, device=models.device), samples.lengths, output_size=count)
     place = (owner * asked.cell_count + asked.cells[samples.indices]) * classes + predicted
-    counts = torch.bincount(place, minlength=clients * asked.cell_count * classes)
+    counts = place.new_zeros(clients * asked.cell_count * classes)  # bincount would wait for the device
+    counts.scatter_add_(0, place, torch.ones_like(place))
     return sums, counts.view(clients, asked.cell_count, classes)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from evenhand.engine.batches import Batches
+from evenhand.engine.batches import Batches, Samples
 from evenhand.engine.graphs import Replayed
-from evenhand.engine.training import Columns, Local
+from evenhand.engine.training import Columns, Local, evaluate
 
 Then = Callable[..., tuple[Tensor, ...]]
 
@@ -132,3 +132,24 @@ class Worker:
         if self.replayed is None:
             return self.local.measure(models, batches)
         return self._replay(("measure",), lambda *given: (self.local.measure(*given),), models, batches, {})[0].clone()
+
+    def evaluate(
+        self, module: nn.Module, models: Sequence[Tensor], every: Sequence[Samples]
+    ) -> list[tuple[Tensor, Tensor | None]]:
+        """As `evaluate`, of several models, each on its own samples; good until the next evaluation."""
+
+        def work(models: Tensor, **given: Tensor) -> tuple[Tensor, ...]:
+            found: list[Tensor] = []
+            for number, samples in enumerate(every):
+                own = replace(samples, indices=given[f"indices {number}"], lengths=given[f"lengths {number}"])
+                said = evaluate(module, self.local.shape, models[number : number + 1], self.local.asked(own))
+                found += [tensor for tensor in said if tensor is not None]
+            return tuple(found)
+
+        inputs = {"models": torch.stack(list(models))}
+        for number, samples in enumerate(every):
+            inputs |= {f"indices {number}": samples.indices, f"lengths {number}": samples.lengths}
+        found = work(**inputs) if self.replayed is None else self.replayed(("evaluate",), work, inputs)
+        if self.local.cells is None:
+            return [(sums, None) for sums in found]
+        return list(zip(found[::2], found[1::2], strict=True))
