@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.nn import functional
 
 WIDEST = 128  # samples, and channels, that one program holds at once
-PROGRAMS = 264  # that keep a device busy: fewer are cut smaller
 
 
 @triton.jit
@@ -144,7 +143,7 @@ def _gradient(
     x_row, weight_row, bias_row, weight_out_row, bias_out_row, active_row,
     OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, SKIP: tl.constexpr, BA: tl.constexpr,
     BIASED: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCKS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
     if SKIP:
@@ -157,19 +156,21 @@ def _gradient(
         mask=(m[:, None] < samples) & (n[None, :] < OUTPUTS),
         other=0.0,
     )
-    k = tl.program_id(0) * BK + tl.arange(0, BK)
-    inside = (n[:, None] < OUTPUTS) & (k[None, :] < INPUTS)
-    a = tl.load(
-        x + row * x_row + m[:, None] * INPUTS + k[None, :],
-        mask=(m[:, None] < samples) & (k[None, :] < INPUTS),
-        other=0.0,
-    )
-    if STEP:
-        w = tl.load(weight + row * weight_row + n[:, None] * INPUTS + k[None, :], mask=inside, other=0.0)
-    change = tl.dot(tl.trans(e), a, input_precision=PRECISION)
-    if STEP:
-        change = w - change
-    tl.store(weight_out + row * weight_out_row + n[:, None] * INPUTS + k[None, :], change, mask=inside)
+    turned = tl.trans(e)
+    for block in tl.range(0, BLOCKS, num_stages=AHEAD):
+        k = (tl.program_id(0) * BLOCKS + block) * BK + tl.arange(0, BK)
+        inside = (n[:, None] < OUTPUTS) & (k[None, :] < INPUTS)
+        a = tl.load(
+            x + row * x_row + m[:, None] * INPUTS + k[None, :],
+            mask=(m[:, None] < samples) & (k[None, :] < INPUTS),
+            other=0.0,
+        )
+        if STEP:
+            w = tl.load(weight + row * weight_row + n[:, None] * INPUTS + k[None, :], mask=inside, other=0.0)
+        change = tl.dot(turned, a, input_precision=PRECISION)
+        if STEP:
+            change = w - change
+        tl.store(weight_out + row * weight_out_row + n[:, None] * INPUTS + k[None, :], change, mask=inside)
     if BIASED:
         if tl.program_id(0) == 0:
             summed = tl.sum(e, axis=0)
@@ -195,25 +196,27 @@ def _convolve(
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     place = m // 4
     image, y, c = place // (HP * WP), 2 * ((place // WP) % HP) + (m % 4) // 2 - PAD, 2 * (place % WP) + m % 2 - PAD
-    base = x + row * images * (H * W * C) + (image * (H * W * C) + y * (W * C) + c * C)[:, None]
+    own, base = x + row * images * (H * W * C), image * (H * W * C) + y * (W * C) + c * C
     o = tl.arange(0, BN)
     total = tl.zeros((BM, BN), dtype=tl.float32)
-    for start in range(0, ALL, BK):
-        k = start + tl.arange(0, BK)
+    for step in range(0, (ALL + BK - 1) // BK):
+        k = step * BK + tl.arange(0, BK)
         if C % BK == 0:  # all at one of the filter's places
-            i, j = start // (SIZE * C), (start // C) % SIZE
-            there = (i * W + j) * C + start % C + tl.arange(0, BK)
+            PARTS: tl.constexpr = C // BK
+            tap, part = step // PARTS, step % PARTS
+            i, j = tap // SIZE, tap % SIZE
             real = image < images
             if PAD > 0:
                 real = real & (y + i >= 0) & (y + i < H) & (c + j >= 0) & (c + j < W)
-            a = tl.load(base + there[None, :], mask=real[:, None], other=0.0)
+            first = base + ((i * W + j) * C + part * BK)
+            a = tl.load(own + first[:, None] + tl.arange(0, BK)[None, :], mask=real[:, None], other=0.0)
         else:
             i, j = k // (SIZE * C), k % (SIZE * C)
             shown = (image[:, None] < images) & (k[None, :] < ALL)
             if PAD > 0:
                 down, along = y[:, None] + i[None, :], c[:, None] + (j // C)[None, :]
                 shown = shown & (down >= 0) & (down < H) & (along >= 0) & (along < W)
-            a = tl.load(base + (i * (W * C) + j)[None, :], mask=shown, other=0.0)
+            a = tl.load(own + base[:, None] + (i * (W * C) + j)[None, :], mask=shown, other=0.0)
         b = tl.load(
             weight + row * (ALL * OUT) + o[:, None] * ALL + k[None, :],
             mask=(o[:, None] < OUT) & (k[None, :] < ALL), other=0.0,
@@ -298,35 +301,36 @@ def _images_back(
     H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, OUT: tl.constexpr, SIZE: tl.constexpr, PAD: tl.constexpr,
     PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """The error at a convolution's input, of that before pooling; weight is rows x C x (SIZE * SIZE * LANES).
+    """The error at a convolution's input, of that before pooling; weight is rows x C x (SIZE * SIZE * PARTS * BK).
 
-    LANES: OUT, filled up to a multiple of BK.
+    The last of a place's parts is filled up.
     """
     HP: tl.constexpr = (H + 2 * PAD - SIZE + 1) // 2
     WP: tl.constexpr = (W + 2 * PAD - SIZE + 1) // 2
-    LANES: tl.constexpr = (OUT + BK - 1) // BK * BK
-    ALL: tl.constexpr = SIZE * SIZE * LANES
+    PARTS: tl.constexpr = (OUT + BK - 1) // BK
+    ALL: tl.constexpr = SIZE * SIZE * PARTS * BK
     row = tl.program_id(1).to(tl.int64)
     if SKIP:
         if still(active + row * active_row, images, BA):
             return
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     image, y, c = m // (H * W), (m // W) % H + PAD, m % W + PAD
-    base = error + row * images * (4 * HP * WP * OUT) + (((image * (2 * HP) + y) * (2 * WP) + c) * OUT)[:, None]
-    channel = tl.arange(0, BN)
+    own, base = error + row * images * (4 * HP * WP * OUT), ((image * (2 * HP) + y) * (2 * WP) + c) * OUT
+    channel, lane = tl.arange(0, BN), tl.arange(0, BK)
     total = tl.zeros((BM, BN), dtype=tl.float32)
-    for start in range(0, ALL, BK):
-        i, j = start // (SIZE * LANES), (start // LANES) % SIZE
-        lane = start % LANES + tl.arange(0, BK)
+    for step in range(0, ALL // BK):
+        tap, part = step // PARTS, step % PARTS
+        i, j = tap // SIZE, tap % SIZE
         real = (image < images) & (y >= i) & (y - i < 2 * HP) & (c >= j) & (c - j < 2 * WP)
         shown = real[:, None]
         if OUT % BK != 0:
-            shown = shown & (lane[None, :] < OUT)
-        e = tl.load(base + (lane - (i * (2 * WP) + j) * OUT)[None, :], mask=shown, other=0.0)
-        k = start + tl.arange(0, BK)
+            shown = shown & (part * BK + lane[None, :] < OUT)
+        first = base - (i * (2 * WP) + j) * OUT + part * BK
+        e = tl.load(own + first[:, None] + lane[None, :], mask=shown, other=0.0)
         b = tl.load(
-            weight + row * (ALL * C) + channel[:, None] * ALL + k[None, :], mask=channel[:, None] < C, other=0.0
-        )
+            weight + row * (ALL * C) + channel[:, None] * ALL + step * BK + lane[None, :],
+            mask=channel[:, None] < C, other=0.0,
+        )  # fmt: skip
         total = tl.dot(e, tl.trans(b), total, input_precision=PRECISION)
     there = row * images * (H * W * C) + m[:, None] * C + channel[None, :]
     tl.store(out + there, total, mask=(image[:, None] < images) & (channel[None, :] < C))
@@ -352,15 +356,15 @@ def linear(
     outputs = weight.shape[1]
     out = x.new_empty(rows, samples, outputs)
     bm = _fit(samples, 64)
-    few = rows * outputs * (samples // bm + 1) <= 16 * PROGRAMS
-    bn = 16 if few else _fit(outputs, 32)
+    few = rows * outputs * (samples // bm + 1) <= 16 * 264
+    bn = 16 if few else _fit(outputs)
     grid = (triton.cdiv(outputs, bn), rows, triton.cdiv(samples, bm))
     _linear[grid](
         x, weight, weight if bias is None else bias, out, moving, samples,
         x.stride(0), weight.stride(0), 0 if bias is None else bias.stride(0), moving_row,
         OUTPUTS=outputs, INPUTS=inputs, **skip,
         RELU=relu, BIASED=bias is not None, PRECISION=precision, BM=bm, BN=bn, BK=64 if few else 32,
-        num_warps=4, num_stages=3 if few else 4,
+        num_warps=4 if bn < 128 else 8, num_stages=3 if few else 4,
     )  # fmt: skip
     return out
 
@@ -404,12 +408,12 @@ def down(
     outputs = weight.shape[1]
     out = x.new_empty(rows, samples, inputs)
     bm = _fit(samples, 64)
-    few = rows * inputs * (samples // bm + 1) <= 16 * PROGRAMS
+    few = rows * inputs * (samples // bm + 1) <= 16 * 264
     bk = 16 if few else 32
     _down[(triton.cdiv(inputs, bk), rows, triton.cdiv(samples, bm))](
         error, x, weight, out, moving, samples, x.stride(0), weight.stride(0), moving_row,
         OUTPUTS=outputs, INPUTS=inputs, **skip, GATED=gated, PRECISION=precision,
-        BM=bm, BN=32, BK=bk, num_warps=4, num_stages=3 if few else 2,
+        BM=bm, BN=_fit(outputs, 64), BK=bk, num_warps=4, num_stages=3 if few else 2,
     )  # fmt: skip
     return out
 
@@ -430,15 +434,18 @@ def gradient(
     moving, moving_row, skip = skipping(active, x)
     rows, samples, inputs = x.shape
     outputs = weight.shape[1]
-    bm, bn, bk = _fit(samples), _fit(outputs, 32), 128
-    if rows * triton.cdiv(outputs, bn) * triton.cdiv(inputs, bk) < PROGRAMS:
-        bk = 32
-    _gradient[(triton.cdiv(inputs, bk), rows, triton.cdiv(outputs, bn))](
+    bn = _fit(outputs, 32)
+    few = rows * triton.cdiv(outputs, bn) <= 264
+    bm, bk = _fit(samples), 32 if few else 64
+    blocks = triton.cdiv(inputs, bk)
+    if few:  # enough programs for the device come before few loads of the error
+        blocks = max(1, rows * triton.cdiv(outputs, bn) * blocks // 800)
+    _gradient[(triton.cdiv(inputs, bk * blocks), rows, triton.cdiv(outputs, bn))](
         error, x, weight, weight if bias is None else bias, weight_out, weight_out if bias_out is None else bias_out,
         moving, samples, x.stride(0), weight.stride(0), 0 if bias is None else bias.stride(0),
         weight_out.stride(0), 0 if bias_out is None else bias_out.stride(0), moving_row,
         OUTPUTS=outputs, INPUTS=inputs, **skip, BIASED=bias is not None, STEP=step, PRECISION=precision,
-        BM=bm, BN=bn, BK=bk, num_warps=4,
+        BM=bm, BN=bn, BK=bk, BLOCKS=blocks, AHEAD=2 if few or bm > 64 else 3, num_warps=4,
     )  # fmt: skip
 
 
@@ -460,9 +467,9 @@ def convolve(
     winner = torch.empty_like(out, dtype=torch.uint8)
     filters = weight.permute(0, 1, 3, 4, 2)
     if channels % 4 and channels > 1:  # four are read at once
-        x, filters = (functional.pad(part, (0, -channels % 4)) for part in (x, filters))
+        x, filters = (functional.pad(part, (0, -channels % 4)).contiguous() for part in (x, filters))
     filters, channels = filters.contiguous(), x.shape[-1]
-    whole = channels % 16 == 0
+    whole = channels % 16 == 0  # parts of the channels are side by side
     moving, moving_row, skip = skipping(active, x)
     bm, bk = (256, 32 if channels % 32 == 0 else 16) if whole else (128, 32)
     _convolve[(triton.cdiv(4 * images * high * wide, bm), rows)](
@@ -513,7 +520,8 @@ def images_back(
         error, winner, before, places, HP=high, WP=wide, OUT=outputs, BM=32, BN=_fit(outputs), num_warps=4,
     )  # fmt: skip
     out = error.new_empty(shape)
-    filters = functional.pad(weight.permute(0, 2, 3, 4, 1), (0, -outputs % bk)).contiguous()
+    filters = weight.permute(0, 2, 3, 4, 1)
+    filters = functional.pad(filters, (0, -outputs % bk)) if outputs % bk else filters.contiguous()
     moving, moving_row, skip = skipping(active, error)
     _images_back[(triton.cdiv(images * height * width, 128), rows)](
         before, filters, out, moving, images, moving_row, **skip,
