@@ -66,7 +66,8 @@ def test_linear_layers(rows, samples, outputs, inputs, biased, gated):
     assert torch.equal(flat[:, outputs * inputs + outputs :], before[:, outputs * inputs + outputs :])
 
 
-def test_rows_without_weight_stand_still():
+@pytest.mark.parametrize("channels", [2, 16])
+def test_rows_without_weight_stand_still(channels):
     x, weight, bias, error = drawn(ROWS, 9, 20), drawn(ROWS, 8, 20), drawn(ROWS, 8), drawn(ROWS, 9, 8)
     active = torch.ones(ROWS, 9, device=DEVICE)
     active[1] = 0.0
@@ -77,7 +78,8 @@ def test_rows_without_weight_stand_still():
     near(moved[0][0], weight[0] - error[0].T @ x[0])
     assert torch.equal(moved[0][1], weight[1])
     assert torch.equal(moved[1][1], bias[1])
-    images, filters, biases = drawn(ROWS, 9, 8, 8, 2), drawn(ROWS, 4, 2, 3, 3), drawn(ROWS, 4)
+    images, filters = drawn(ROWS, 9, 8, 8, channels), drawn(ROWS, 4, channels, 3, 3)
+    biases = drawn(ROWS, 4)
     out, winner = kernels.convolve(images, filters, biases, padding=0, relu=True, precision="ieee")
     error = drawn(*out.shape)
     expected = kernels.filters_back(error, winner, images, 3, padding=0, precision="ieee")

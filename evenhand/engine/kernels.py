@@ -280,19 +280,75 @@ def _filters_back(
 
 
 @triton.jit
-def _unpool(
-    error, winner, out, places, HP: tl.constexpr, WP: tl.constexpr, OUT: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr,
+def _wide_filters_back(
+    x, error, out, bias_out, active, images, rows, share, active_row, SKIP: tl.constexpr, BA: tl.constexpr,
+    H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, OUT: tl.constexpr, SIZE: tl.constexpr, PAD: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """The error before pooling: what it is after it at the place that won, nothing at the other three."""
+    """As `_filters_back`, of images with channels first and the error before pooling, channels first as well."""
+    HP: tl.constexpr = (H + 2 * PAD - SIZE + 1) // 2
+    WP: tl.constexpr = (W + 2 * PAD - SIZE + 1) // 2
+    ALL: tl.constexpr = SIZE * SIZE * C
+    EACH: tl.constexpr = 4 * HP * WP  # places of an image
+    row = tl.program_id(1).to(tl.int64)
+    piece = tl.program_id(2)
+    k, o = tl.program_id(0) * BK + tl.arange(0, BK), tl.arange(0, BN)
+    i, j = k // (SIZE * C), (k // C) % SIZE
+    own = x + row * images * (H * W * C) + ((k % C) * (H * W) + i * W + j)[:, None]
+    errors = error + row * images * (EACH * OUT) + o[:, None] * (images * EACH)
+    total = tl.zeros((BN, BK), dtype=tl.float32)
+    end = piece * share + share
+    if SKIP:
+        if still(active + row * active_row, images, BA):
+            end = piece * share
+    for start in range(piece * share, end, BM):
+        m = start + tl.arange(0, BM)
+        image, y, c = m // EACH, (m // (2 * WP)) % (2 * HP) - PAD, m % (2 * WP) - PAD
+        inside = m[None, :] < images * EACH
+        e = tl.load(errors + m[None, :], mask=inside & (o[:, None] < OUT), other=0.0)
+        real = inside & (k[:, None] < ALL)
+        if PAD > 0:
+            down, along = y[None, :] + i[:, None], c[None, :] + j[:, None]
+            real = real & (down >= 0) & (down < H) & (along >= 0) & (along < W)
+        a = tl.load(own + (image * (H * W * C) + y * W + c)[None, :], mask=real, other=0.0)
+        total = tl.dot(e, tl.trans(a), total, input_precision=PRECISION)
+    place = (piece * rows + row) * OUT + o
+    tl.store(out + place[:, None] * ALL + k[None, :], total, mask=(o[:, None] < OUT) & (k[None, :] < ALL))
+    if tl.program_id(0) == 0:  # in a loop of its own: Triton 3.6 reads an error that the next one has overwritten
+        summed = tl.zeros((BN,), dtype=tl.float32)
+        for start in range(piece * share, end, BM):
+            m = start + tl.arange(0, BM)
+            inside = (m[None, :] < images * EACH) & (o[:, None] < OUT)
+            summed += tl.sum(tl.load(errors + m[None, :], mask=inside, other=0.0), axis=1)
+        tl.store(bias_out + place, summed, mask=o < OUT)
+
+
+@triton.jit
+def _unpool(
+    error, winner, out, images, HP: tl.constexpr, WP: tl.constexpr, OUT: tl.constexpr, FIRST: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """The error before pooling: what it is after it at the place that won, nothing at the other three.
+
+    Channels last, or before all of a row's images.
+    """
+    row = tl.program_id(1).to(tl.int64)
     m, o = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, BN)
-    image, y, c = (m // (HP * WP)).to(tl.int64), (m // WP) % HP, m % WP
-    here, real = m.to(tl.int64)[:, None] * OUT + o[None, :], (m[:, None] < places) & (o[None, :] < OUT)
+    image, y, c = m // (HP * WP), (m // WP) % HP, m % WP
+    here = row * images * (HP * WP * OUT) + m[:, None] * OUT + o[None, :]
+    real = (image[:, None] < images) & (o[None, :] < OUT)
     e = tl.load(error + here, mask=real, other=0.0)
     won = tl.load(winner + here, mask=real, other=4)
     for quarter in tl.static_range(4):
         there = (image * (2 * HP) + 2 * y + quarter // 2) * (2 * WP) + 2 * c + quarter % 2
-        tl.store(out + there[:, None] * OUT + o[None, :], tl.where(won == quarter, e, 0.0), mask=real)
+        found = tl.where(won == quarter, e, 0.0)
+        if FIRST:
+            start = out + (row * OUT + o)[:, None] * (images * (4 * HP * WP))
+            shown = (image[None, :] < images) & (o[:, None] < OUT)
+            tl.store(start + there[None, :], tl.trans(found), mask=shown)
+        else:
+            start = out + row * images * (4 * HP * WP * OUT)
+            tl.store(start + there[:, None] * OUT + o[None, :], found, mask=real)
 
 
 @triton.jit
@@ -486,18 +542,32 @@ def filters_back(
     """Gradients of a convolution's filters (rows x outputs x channels x size x size) and biases."""
     rows, images, height, width, channels = x.shape
     outputs, places = error.shape[-1], 4 * error[0, ..., 0].numel()
-    bk = _fit(size * size * channels)
-    pieces = max(1, min(32, 1056 // (rows * triton.cdiv(size * size * channels, bk)), places // 512))
-    share = triton.cdiv(triton.cdiv(places, pieces), 64) * 64
+    wide = channels % 16 == 0  # then it pays to lay out both anew
+    bm, bk = (32, 128) if wide else (64, _fit(size * size * channels))
+    blocks = triton.cdiv(size * size * channels, bk)
+    pieces = max(1, min(32, 1056 // (rows * blocks), places // (256 if wide else 512)))
+    share = triton.cdiv(triton.cdiv(places, pieces), bm) * bm
     found = x.new_empty(pieces, rows, outputs, size, size, channels)
     summed = x.new_empty(pieces, rows, outputs)
     moving, moving_row, skip = skipping(active, x)
-    _filters_back[(triton.cdiv(size * size * channels, bk), rows, pieces)](
-        x, error, winner, found, summed, moving, images, rows, share, moving_row, **skip,
+    given = (x.permute(0, 1, 4, 2, 3).contiguous(), before_pooling(error, winner, True)) if wide else (x, error, winner)
+    kernel = _wide_filters_back if wide else _filters_back
+    kernel[(blocks, rows, pieces)](
+        *given, found, summed, moving, images, rows, share, moving_row, **skip,
         H=height, W=width, C=channels, OUT=outputs, SIZE=size, PAD=padding, PRECISION=precision,
-        BM=64, BN=_fit(outputs), BK=bk, num_warps=4, num_stages=2,
+        BM=bm, BN=_fit(outputs), BK=bk, num_warps=4, num_stages=2,
     )  # fmt: skip
     return found.sum(0).permute(0, 1, 4, 2, 3), summed.sum(0)
+
+
+def before_pooling(error: Tensor, winner: Tensor, first: bool) -> Tensor:
+    """The error before pooling, as rows x images x H x W x outputs or, with channels `first`, rows x outputs x ..."""
+    rows, images, high, wide, outputs = error.shape
+    out = error.new_empty(rows, images, 2 * high, 2 * wide, outputs)
+    _unpool[(triton.cdiv(images * high * wide, 32), rows)](
+        error, winner, out, images, HP=high, WP=wide, OUT=outputs, FIRST=first, BM=32, BN=_fit(outputs), num_warps=4,
+    )  # fmt: skip
+    return out.view(rows, outputs, images, 2 * high, 2 * wide) if first else out
 
 
 def images_back(
@@ -513,18 +583,13 @@ def images_back(
     """The error at a convolution's input of the given shape."""
     rows, images, height, width, channels = shape
     outputs, size = weight.shape[1], weight.shape[-1]
-    high, wide = error.shape[2:4]
-    bk, places = 16 if outputs % 32 else 32, error[..., 0].numel()
-    before = error.new_empty(rows, images, 2 * high, 2 * wide, outputs)
-    _unpool[(triton.cdiv(places, 32),)](
-        error, winner, before, places, HP=high, WP=wide, OUT=outputs, BM=32, BN=_fit(outputs), num_warps=4,
-    )  # fmt: skip
+    bk = 16 if outputs % 32 else 32
     out = error.new_empty(shape)
     filters = weight.permute(0, 2, 3, 4, 1)
     filters = functional.pad(filters, (0, -outputs % bk)) if outputs % bk else filters.contiguous()
     moving, moving_row, skip = skipping(active, error)
     _images_back[(triton.cdiv(images * height * width, 128), rows)](
-        before, filters, out, moving, images, moving_row, **skip,
+        before_pooling(error, winner, False), filters, out, moving, images, moving_row, **skip,
         H=height, W=width, C=channels, OUT=outputs, SIZE=size, PAD=padding, PRECISION=precision,
         BM=128, BN=_fit(channels), BK=bk, num_warps=4, num_stages=3,
     )  # fmt: skip
