@@ -29,7 +29,7 @@ from evenhand.experiment import Experiment, prepare
 from evenhand.methods import method
 from evenhand.models import build
 from evenhand.running import simulate
-from evenhand.streams import STREAMS, stream
+from evenhand.streams import BLOCK, STREAMS, round_stream, stream
 
 TOLERANCE = 2e-5  # relative to the models' length, after a round of local training in float32
 
@@ -147,6 +147,25 @@ def test_every_program_trains_as_torch_does(case, kind, padded, monkeypatch):
 
 def test_no_two_purposes_share_their_random_numbers():
     assert len(set(STREAMS.values())) == len(STREAMS)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.one_of(st.integers(0, 40), st.integers(0, 2**33)),
+    st.sampled_from(sorted(STREAMS)),
+    st.one_of(st.integers(0, 3 * BLOCK), st.integers(0, 2**33)),
+)
+def test_streams_of_rounds_are_the_same_seeded_together(seed, name, index):
+    expected, found = stream(seed, name, index), round_stream(seed, name, index)
+    assert found.random(3).tolist() == expected.random(3).tolist()
+    assert found.permutation(9).tolist() == expected.permutation(9).tolist()
+
+
+def test_streams_of_rounds_go_up_to_the_edges_of_a_word():
+    for number in (0, BLOCK - 1, BLOCK, 2**32 - 1, 2**32):
+        assert round_stream(number, "batches", number).random() == stream(number, "batches", number).random()
+    with pytest.raises(ValueError, match="non-negative"):
+        round_stream(-1, "batches", 0)
 
 
 def test_each_client_can_have_a_learning_rate_of_its_own():

@@ -201,17 +201,22 @@ def linear_layers(*sizes: int) -> nn.Sequential:
     return nn.Sequential(*layers[:-1])
 
 
-def convolutions() -> nn.Sequential:
+def convolutions(channels: int) -> nn.Sequential:
     """Of images of 14 x 14, which end as 2 x 2 places of five channels."""
-    first, second = PooledConv2d(1, 3, 3), PooledConv2d(3, 5, 3, relu=False)
+    first, second = PooledConv2d(1, channels, 3), PooledConv2d(channels, 5, 3, relu=False)
     return nn.Sequential(nn.Unflatten(1, (1, 14, 14)), first, second, nn.Flatten(), *linear_layers(20, 9, 4))
 
 
 @pytest.mark.parametrize("samples", [6, 140])
 @pytest.mark.parametrize(
     ("module", "inputs"),
-    [(linear_layers(30, 4), 30), (linear_layers(30, 20, 18, 4), 30), (convolutions(), 196)],
-    ids=["one layer", "layers", "convolutions"],
+    [
+        (linear_layers(30, 4), 30),
+        (linear_layers(30, 20, 18, 4), 30),
+        (convolutions(3), 196),
+        (convolutions(16), 196),
+    ],
+    ids=["one layer", "layers", "convolutions", "wide convolutions"],
 )
 def test_small_networks_train_by_the_kernels(module, inputs, samples, monkeypatch):
     """In the interpreter, too; of two rows the second may stand still."""
