@@ -172,8 +172,9 @@ def test_our_method_stands_in_every_comparison_and_in_no_claim_of_the_paper(name
 
 def test_every_method_has_the_learning_rates_of_the_others():
     for name in recipe.names():
-        grids = {str(row.grid.get("lr")) for row in find_recipe(name).rows if row.added and row.grid}
-        others = {str(row.grid.get("lr")) for row in find_recipe(name).rows if not row.added and row.grid}
+        rows = find_recipe(name).rows
+        grids = {str(row.grid.get("lr")) for row in rows if row.added and row.grid}
+        others = {str(row.grid.get("lr")) for row in rows if not row.added and row.grid}
         assert not grids or not others or grids <= others
 
 
