@@ -113,6 +113,11 @@ def lines_of(out: Path) -> list[dict[str, str]]:
 # ------------------------------------------------------------------------------------------------ what ships
 
 
+def written(name: str) -> recipe.Recipe:
+    """What a recipe's file says; that its runs can be run takes longest, and is tried once."""
+    return read_recipe(FOLDER / f"{name}.toml", name, runs=False)
+
+
 @pytest.mark.parametrize("name", recipe.names())
 def test_every_recipe_is_sound(name):
     found = find_recipe(name)  # checks methods, settings, data, partitions, models and the number of numbers
@@ -137,7 +142,7 @@ def test_every_recipe_is_sound(name):
 
 @pytest.mark.parametrize("name", recipe.names())
 def test_the_stated_number_of_runs_is_right(name):
-    found = find_recipe(name)
+    found = written(name)
     variants = (True, False) if found.quirky else (False,)
     whole = reproduction.Reproduction(found, found.experiment.seeds, None, found.rows, variants, {})
     trials = {task.digest for task in reproduction._tasks(whole, {}, "trial") if len(task.row.tries()) > 1}
@@ -156,12 +161,12 @@ def test_the_papers_tables_and_figures_are_there():
     assert wanted <= set(recipe.names())
 
 
-COMPARING = [name for name in recipe.names() if len({row.method.split(":")[0] for row in find_recipe(name).rows}) > 1]
+COMPARING = [name for name in recipe.names() if len({row.method.split(":")[0] for row in written(name).rows}) > 1]
 
 
 @pytest.mark.parametrize("name", COMPARING)
 def test_our_method_stands_in_every_comparison_and_in_no_claim_of_the_paper(name):
-    found = find_recipe(name)
+    found = written(name)
     if not all(part.unavailable for part in found.parts) or found.paper.startswith("AdaFed"):
         assert any(row.method.startswith("even") and row.added for row in found.rows)
     added = {row.name for row in found.rows if row.added}
@@ -172,7 +177,7 @@ def test_our_method_stands_in_every_comparison_and_in_no_claim_of_the_paper(name
 
 def test_every_method_has_the_learning_rates_of_the_others():
     for name in recipe.names():
-        rows = find_recipe(name).rows
+        rows = written(name).rows
         grids = {str(row.grid.get("lr")) for row in rows if row.added and row.grid}
         others = {str(row.grid.get("lr")) for row in rows if not row.added and row.grid}
         assert not grids or not others or grids <= others
@@ -202,7 +207,7 @@ def test_every_method_has_the_learning_rates_of_the_others():
     ],
 )
 def test_numbers_are_the_papers(name, row, part, numbers, spread):
-    found = next(entry for entry in find_recipe(name).rows if entry.name == row)
+    found = next(entry for entry in written(name).rows if entry.name == row)
     assert found.numbers[part] == numbers
     assert found.spread.get(part) == spread
 
