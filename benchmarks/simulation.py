@@ -277,11 +277,12 @@ def whole_table(device: str, only: str = "") -> None:
 
 
 def long_table(device: str, rounds: int) -> None:
+    few = max(3, rounds // 4)
     print("\n| convolutional network, 798k parameters | ms a round |\n|---|---|")
     for program in (*(["fused"] if device == "cuda" else []), "sequential", "batched"):
-        print(f"| {program} | {1e3 * convolution(device, program, max(3, rounds // 4)):.1f} |", flush=True)
+        print(f"| {program} | {1e3 * convolution(device, program, few):.1f} |", flush=True)
     if device == "cuda":
-        print(f"| fused, five seeds at once | {1e3 * convolution(device, 'fused', rounds // 4, 5):.1f} |", flush=True)
+        print(f"| fused, five seeds at once | {1e3 * convolution(device, 'fused', few, 5):.1f} |", flush=True)
     print("\n| 100 clients a round out of | fedavg, ms | adafed, ms |\n|---|---|---|")
     for clients in (1_000, 1_000_000):
         cells = [f"{1e3 * population(clients, name, device, rounds):.2f}" for name in ("fedavg", "adafed")]

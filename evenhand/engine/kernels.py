@@ -396,6 +396,11 @@ def _fit(count: int, most: int = WIDEST) -> int:
     return max(16, min(most, triton.next_power_of_2(count)))
 
 
+def _part(channels: int) -> int:
+    """How many channels are read at once."""
+    return 16 if channels % 32 else 32
+
+
 def skipping(active: Tensor | None, like: Tensor) -> tuple[Tensor, int, dict[str, Any]]:
     """The samples' weights (rows x samples), by which kernels see that a row stands still; None: none does."""
     if active is None:
@@ -523,11 +528,11 @@ def convolve(
     winner = torch.empty_like(out, dtype=torch.uint8)
     filters = weight.permute(0, 1, 3, 4, 2)
     if channels % 4 and channels > 1:  # four are read at once
-        x, filters = (functional.pad(part, (0, -channels % 4)).contiguous() for part in (x, filters))
-    filters, channels = filters.contiguous(), x.shape[-1]
+        x, filters = (functional.pad(part, (0, -channels % 4)) for part in (x, filters))
+    x, filters, channels = x.contiguous(), filters.contiguous(), x.shape[-1]
     whole = channels % 16 == 0  # parts of the channels are side by side
     moving, moving_row, skip = skipping(active, x)
-    bm, bk = (256, 32 if channels % 32 == 0 else 16) if whole else (128, 32)
+    bm, bk = (256, _part(channels)) if whole else (128, 32)
     _convolve[(triton.cdiv(4 * images * high * wide, bm), rows)](
         x, filters, bias, out, winner, moving, images, bias.stride(0), moving_row, **skip,
         H=height, W=width, C=channels, OUT=outputs, SIZE=size, PAD=padding, RELU=relu, PRECISION=precision,
@@ -583,10 +588,10 @@ def images_back(
     """The error at a convolution's input of the given shape."""
     rows, images, height, width, channels = shape
     outputs, size = weight.shape[1], weight.shape[-1]
-    bk = 16 if outputs % 32 else 32
+    bk = _part(outputs)
     out = error.new_empty(shape)
     filters = weight.permute(0, 2, 3, 4, 1)
-    filters = functional.pad(filters, (0, -outputs % bk)) if outputs % bk else filters.contiguous()
+    filters = (functional.pad(filters, (0, -outputs % bk)) if outputs % bk else filters).contiguous()
     moving, moving_row, skip = skipping(active, error)
     _images_back[(triton.cdiv(images * height * width, 128), rows)](
         before_pooling(error, winner, False), filters, out, moving, images, moving_row, **skip,

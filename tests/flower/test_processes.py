@@ -62,6 +62,7 @@ def run(federation, deployment, out, **options):
 @pytest.mark.parametrize(
     "experiment",
     [
+        small("fedlf", **TINY),
         small("fedmdfg", **TINY),
         small("mfairfl", **{**GROUPS, **TINY, "clients": None, "partition": "iid,clients=2"}),
     ],
