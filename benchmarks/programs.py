@@ -100,13 +100,14 @@ STEPS = {"mlp": 10, "cnn": 8, "char-lstm": 1}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--device", choices=["cpu", "cuda"], help="default: all there are")
-    parser.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS))
+    every = dict.fromkeys([*MODELS, *STEPS])
+    parser.add_argument("--model", nargs="+", choices=every, default=list(every))
     arguments = parser.parse_args()
     torch.manual_seed(0)
     for device in devices(arguments.device):
         print(provenance(device))
         print("\n| network | batch | batched, ms | one after another, ms | recurrent, ms |\n|---|---|---|---|---|")
-        for name in arguments.model:
+        for name in filter(MODELS.__contains__, arguments.model):
             cells = [f"{1e3 * step(program, name, device):,.0f}" for program in (Batched, Sequential)]
             recurs = recurrent_parts(build(name, MODELS[name][0], 80)) is not None
             cells.append(f"{1e3 * step(Recurrent, name, device):,.0f}" if recurs else "-")
@@ -114,7 +115,7 @@ def main() -> None:
         if device == "cuda":
             print("\n| network | program | precision | to prepare, s | 10 clients, ms | 50 clients, ms |")
             print("|---|---|---|---|---|---|")
-            for name, kind, precision in GRAPHS:
+            for name, kind, precision in (row for row in GRAPHS if row[0] in arguments.model):
                 (prepared, few), (_, many) = (replayed(name, kind, precision, clients) for clients in (10, 50))
                 print(
                     f"| {name} | {kind} | {precision} | {prepared:.1f} | {1e3 * few:.2f} | {1e3 * many:.2f} |",

@@ -17,7 +17,6 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-import scipy.linalg
 
 from evenhand.checks import EvenhandError
 
@@ -210,8 +209,10 @@ def _candidates(name: str, problem: _Problem, point: Floats) -> Iterator[tuple[s
             yield f"{name} polished", polished
     except np.linalg.LinAlgError:
         pass
+    from scipy.linalg import lstsq
+
     polished = point.copy()
-    polished[inner] = scipy.linalg.lstsq(system, right, cond=1e-14, lapack_driver="gelsy", check_finite=False)[0][:-1]
+    polished[inner] = lstsq(system, right, cond=1e-14, lapack_driver="gelsy", check_finite=False)[0][:-1]
     yield f"{name} polished", polished
     yield name, point
 
@@ -238,13 +239,15 @@ def _pivoting(problem: _Problem) -> Floats | None:
     non-negative. All rows on the wrong side change sides at once; when that stops helping, one does. A few Cholesky
     factorisations, where an active set takes a step for every row that changes sides.
     """
+    from scipy.linalg import lapack  # a third of a second, which a client's program never needs
+
     gram, costs = problem.ridged(), problem.costs
     free = np.ones(len(problem), dtype=bool)
     fewest, chances = len(problem) + 1, 3
     for _ in range(PIVOTS):
         inside = free.nonzero()[0]
         part = gram if len(inside) == len(problem) else submatrix(gram, inside)
-        factor, found, info = scipy.linalg.lapack.dposv(part, costs[inside], lower=1)
+        factor, found, info = lapack.dposv(part, costs[inside], lower=1)
         if info != 0:
             return None
         point = np.zeros(len(problem))
@@ -255,7 +258,7 @@ def _pivoting(problem: _Problem) -> Floats | None:
         if not len(wrong):
             for _ in range(2):  # the factor of the ridged matrix refines the solution of the matrix itself
                 rest = costs[inside] - (part @ found - RIDGE * found)
-                found = found + scipy.linalg.lapack.dpotrs(factor, rest, lower=1)[0]
+                found = found + lapack.dpotrs(factor, rest, lower=1)[0]
             point[inside] = np.maximum(found, 0.0)
             total = float(costs @ point)
             return point / total if total > 0.0 else None

@@ -14,7 +14,9 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
 pytest.importorskip("triton", reason="needs Triton, which comes with PyTorch for CUDA")
 
-from evenhand.engine import kernels, recurrent_kernels
+from evenhand.checks import EvenhandError
+from evenhand.engine import convolution_kernels, kernels, recurrent_kernels
+from evenhand.engine.choice import choose_program
 from evenhand.engine.fused import Fused
 from evenhand.engine.programs import Batched
 from evenhand.engine.recurrent import Course, Recurrent, backwards, forwards
@@ -30,10 +32,10 @@ def drawn(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(DEVICE)
 
 
-def near(found: torch.Tensor | None, expected: torch.Tensor | None) -> None:
+def near(found: torch.Tensor | None, expected: torch.Tensor | None, close: float = CLOSE) -> None:
     assert found is not None
     assert expected is not None
-    assert torch.linalg.vector_norm(found - expected) <= CLOSE * torch.linalg.vector_norm(expected)
+    assert torch.linalg.vector_norm(found - expected) <= close * torch.linalg.vector_norm(expected)
 
 
 @pytest.mark.parametrize(
@@ -66,6 +68,20 @@ def test_linear_layers(rows, samples, outputs, inputs, biased, gated):
     assert torch.equal(flat[:, outputs * inputs + outputs :], before[:, outputs * inputs + outputs :])
 
 
+def gradients_of(error, kept, weight, bias, *, below=False, scale=1.0, **how) -> tuple[torch.Tensor, ...]:
+    """A convolution's gradients, and where it is wanted the error below."""
+    found, scales = (torch.empty_like(weight), torch.empty_like(bias)), bias.new_full((len(bias),), scale)
+    down = convolution_kernels.convolution_back(
+        error, kept, scales, weight, bias, *found, step=False, below=below, **how
+    )
+    assert (down is not None) == below
+    before = weight.clone(), bias.clone()
+    convolution_kernels.convolution_back(error, kept, scales, *before, *before, step=True, below=False, **how)
+    near(before[0], weight - found[0])
+    near(before[1], bias - found[1])
+    return found if down is None else (*found, down)
+
+
 @pytest.mark.parametrize("channels", [2, 16])
 def test_rows_without_weight_stand_still(channels):
     x, weight, bias, error = drawn(ROWS, 9, 20), drawn(ROWS, 8, 20), drawn(ROWS, 8), drawn(ROWS, 9, 8)
@@ -80,10 +96,10 @@ def test_rows_without_weight_stand_still(channels):
     assert torch.equal(moved[1][1], bias[1])
     images, filters = drawn(ROWS, 9, 8, 8, channels), drawn(ROWS, 4, channels, 3, 3)
     biases = drawn(ROWS, 4)
-    out, winner = kernels.convolve(images, filters, biases, padding=0, relu=True, precision="ieee")
+    out, kept = convolution_kernels.convolve(images, filters, biases, padding=0, relu=True, precision="ieee")
     error = drawn(*out.shape)
-    expected = kernels.filters_back(error, winner, images, 3, padding=0, precision="ieee")
-    for found, whole in zip(kernels.filters_back(error, winner, images, 3, padding=0, **how), expected, strict=True):
+    expected = gradients_of(error, kept, filters, biases, padding=0, precision="ieee")
+    for found, whole in zip(gradients_of(error, kept, filters, biases, padding=0, **how), expected, strict=True):
         assert torch.equal(found[0], whole[0])
         assert not found[1].any()
 
@@ -119,13 +135,17 @@ def test_the_last_layer(classes, inputs, biased, below, gated):
         (10, 4, 6, 5, 2, True),
         (11, 2, 5, 3, 1, False),
         (9, 1, 32, 3, 0, True),  # an odd side: the last places are not pooled
+        (9, 9, 6, 3, 1, True),  # a patch of more numbers than are read at once
         (8, 16, 20, 3, 1, True),  # channels in sixteens and in thirty-twos are read without a look at single ones
         (9, 32, 32, 3, 1, False),
     ],
 )
-def test_pooled_convolutions(side, channels, outputs, size, padding, relu):
+@pytest.mark.parametrize(("stored", "close"), [(torch.float32, CLOSE), (torch.float16, 5e-4)])
+def test_pooled_convolutions(side, channels, outputs, size, padding, relu, stored, close):
     given = drawn(ROWS, 3, side, side, channels), drawn(ROWS, outputs, channels, size, size), drawn(ROWS, outputs)
     given[0][:, 0] = 0.0  # of equal ones the first wins
+    given[0].copy_(given[0].to(stored))  # numbers that both know
+    given[1].copy_(given[1].to(stored))
     x, weight, bias = (tensor.clone().requires_grad_() for tensor in given)
     with arithmetic("float32"):
         rows = [
@@ -135,15 +155,21 @@ def test_pooled_convolutions(side, channels, outputs, size, padding, relu):
         ]
         expected = torch.stack(rows).permute(0, 1, 3, 4, 2)
         expected = expected.relu() if relu else expected
-        error = drawn(*expected.shape)
-        expected.backward(error)
+        error = drawn(*expected.shape).to(stored)
+        expected.backward(error.float())
     how = {"padding": padding, "precision": "ieee"}
-    out, winner = kernels.convolve(*given, relu=relu, **how)
-    near(out, expected.detach())
-    filters, biases = kernels.filters_back(error, winner, given[0], size, **how)
+    images = given[0].to(stored)
+    out, kept = convolution_kernels.convolve(images, *given[1:], relu=relu, **how)
+    assert out.dtype == stored
+    near(out, expected.detach(), close)
+    near(convolution_kernels.convolve(images, *given[1:], relu=relu, stored=torch.float32, **how)[0], expected.detach())
+    filters, biases, down = gradients_of(error, kept, *given[1:], below=True, **how)
     near(filters, weight.grad)
     near(biases, bias.grad)
-    near(kernels.images_back(error, winner, given[1], given[0].shape, **how), x.grad)
+    near(down, x.grad, close)
+    filters, biases = gradients_of(error, kept, *given[1:], scale=0.25, **how)
+    near(filters, weight.grad / 4)
+    near(biases, bias.grad / 4)
 
 
 def in_float64(module, layout, rows, inputs, targets, weights) -> list[torch.Tensor]:
@@ -203,10 +229,14 @@ def linear_layers(*sizes: int) -> nn.Sequential:
 
 def convolutions(channels: int) -> nn.Sequential:
     """Of images of 14 x 14, which end as 2 x 2 places of five channels."""
+    torch.manual_seed(0)
     first, second = PooledConv2d(1, channels, 3), PooledConv2d(channels, 5, 3, relu=False)
     return nn.Sequential(nn.Unflatten(1, (1, 14, 14)), first, second, nn.Flatten(), *linear_layers(20, 9, 4))
 
 
+@pytest.mark.parametrize(
+    ("precision", "close"), [("float32", CLOSE), ("tf32", 2e-2)]
+)  # rounding decides which pixels win
 @pytest.mark.parametrize("samples", [6, 140])
 @pytest.mark.parametrize(
     ("module", "inputs"),
@@ -218,7 +248,7 @@ def convolutions(channels: int) -> nn.Sequential:
     ],
     ids=["one layer", "layers", "convolutions", "wide convolutions"],
 )
-def test_small_networks_train_by_the_kernels(module, inputs, samples, monkeypatch):
+def test_small_networks_train_by_the_kernels(module, inputs, samples, precision, close, monkeypatch):
     """In the interpreter, too; of two rows the second may stand still."""
     if module[0].__class__ is nn.Unflatten and samples > 100 and not torch.cuda.is_available():
         pytest.skip("slow in the interpreter")
@@ -228,20 +258,21 @@ def test_small_networks_train_by_the_kernels(module, inputs, samples, monkeypatc
     module = module.to(DEVICE)
     x, weights = drawn(ROWS, samples, inputs), drawn(ROWS, samples).abs() / samples
     targets = torch.arange(ROWS * samples, device=DEVICE).view(ROWS, samples) % 4
-    program = Fused(module, DEVICE, "float32")
+    program = Fused(module, DEVICE, precision)
     with arithmetic("float32"):
         expected, scores = Batched(module).gradients(layout.views(rows), x, targets, weights)
+    with arithmetic(precision):
         found, said = program.gradients(layout.views(rows), x, targets, weights)
         moved, half, steady = rows.clone(), rows.clone(), rows.clone()
         program.step(layout.views(moved), x, targets, weights)
         program.step(layout.views(steady), x, targets, weights, steady=True)
         weights[1] = 0.0
         program.step(layout.views(half), x, targets, weights)
-    near(said, scores)
+    near(said, scores, close)
     for one, right in zip(found, expected, strict=True):
-        near(one, right)
-    for view, start, right in zip(layout.views(moved).values(), layout.views(rows).values(), expected, strict=True):
-        torch.testing.assert_close(view, start - right)
+        near(one, right, close)
+    for view, start, own in zip(layout.views(moved).values(), layout.views(rows).values(), found, strict=True):
+        torch.testing.assert_close(view, start - own)
     assert torch.equal(steady, moved)
     torch.testing.assert_close(half[0], moved[0])
     assert torch.equal(half[1], rows[1])
@@ -301,3 +332,16 @@ def test_character_models_train_by_the_kernels(layers, monkeypatch):
         torch.testing.assert_close(view, start - own, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(half[0], moved[0])
     assert torch.equal(half[1], rows[1])
+
+
+def test_samples_that_float16_cannot_follow_are_refused(monkeypatch):
+    monkeypatch.setattr("evenhand.engine.fused.served", lambda device: True)
+    x = drawn(4, 196).clamp(-3.0, 3.0)
+    for module, factor, precision in [
+        (convolutions(3), 300.0, "tf32"),
+        (convolutions(3), 1e5, "float32"),
+        (linear_layers(196, 4), 1e5, "tf32"),  # these keep their numbers in float32
+    ]:
+        choose_program(module, "fused", DEVICE, precision, factor * x)
+    with pytest.raises(EvenhandError, match=r"up to 30000, .*divide by 30000.*precision='float32'"):
+        choose_program(convolutions(3), "fused", DEVICE, "tf32", 1e4 * x)

@@ -293,8 +293,9 @@ def log(request, tmp_path, monkeypatch):
 def check(log: Log, runs: eh.experiment.Runs, group: str = "run") -> None:
     """The log holds every round of every seed once, with the run's numbers."""
     for run in runs:
-        rows = {row["step"]: row for row in log.rows(f"{group}/seed-{run.seed}")}
-        assert [row["step"] for row in log.rows(f"{group}/seed-{run.seed}")] == list(range(13))
+        found = log.rows(f"{group}/seed-{run.seed}")
+        assert [row["step"] for row in found] == list(range(13))
+        rows = {row["step"]: row for row in found}
         for place, played in enumerate((0, 4, 8, 12)):
             for measure in ("mean", "worst", "std_pp", "pooled_accuracy"):
                 assert rows[played][f"clients/{measure}"] == pytest.approx(run.curves[measure][place], rel=1e-6)

@@ -124,6 +124,7 @@ def test_a_run_is_the_same_by_every_program(method, tmp_path):
         "model_options": {"hidden": 8, "layers": 2},
         "clients": 3,
         "rounds": 2,
+        "batch_size": 200,
         "lr": 0.1,
     }
     found = {}

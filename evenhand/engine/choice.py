@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from evenhand.checks import EvenhandError
 from evenhand.engine.fused import Fused
@@ -16,19 +16,27 @@ SMALL = 400_000  # parameters up to which a CPU is faster with all rows of a con
 
 
 def choose_program(
-    module: nn.Module, wanted: str = "auto", device: torch.device | None = None, precision: str = "tf32"
+    module: nn.Module,
+    wanted: str = "auto",
+    device: torch.device | None = None,
+    precision: str = "tf32",
+    inputs: Tensor | None = None,
 ) -> Program:
     """The program that trains this module; 'auto' takes the one that is faster for its kind.
 
     The choice follows the kind of network and not a stopwatch, so that the same command gives the same numbers.
-    Convolutions with a filter for every row are slow, on a CPU once they are large (docs/benchmarks.md).
+    Convolutions with a filter for every row are slow, on a CPU once they are large (docs/benchmarks.md). inputs: the
+    samples, where a program is to refuse those that it cannot hold.
     """
     if wanted not in PROGRAMS:
         raise EvenhandError(f"program={wanted!r} is not one of {', '.join(map(repr, PROGRAMS))}")
     plain = bool(feed_forward_layers(module))
-    fused = Fused.fits(module, device) and not (plain and precision == "float32")  # which is faster as it comes
+    fused = Fused.fits(module, device) and precision == "tf32"  # in float32 a library's are faster or sooner ready
     if wanted == "fused" or (wanted == "auto" and fused):
-        return Fused(module, device, precision)
+        program = Fused(module, device, precision)
+        if inputs is not None:
+            program.check_range(inputs)
+        return program
     if wanted == "feed-forward" or (wanted == "auto" and plain):
         return FeedForward(module)
     if wanted == "recurrent" or (wanted == "auto" and recurrent_parts(module)):

@@ -10,17 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from evenhand.checks import EvenhandError
-from evenhand.engine.programs import Batched, FeedForward, Layer, Lean, Tensors, feed_forward_layers, take
+from evenhand.engine.programs import Batched, FeedForward, Layer, Lean, Tensors, feed_forward_layers
 from evenhand.models.networks import PooledConv2d
 
 WIDEST = 128  # samples, channels and classes that one program of the kernels holds at once
+LARGEST = 1000.0  # of the samples: what is made of them by convolutions is kept in float16, which ends at 65,504
+LIFT = 128.0  # the largest error that goes back into convolutions, of each row: far from what float16 cannot hold
 
 
 class Convolution(NamedTuple):
     """A layer of convolution, 2x2 max-pooling and, where it is so, ReLU."""
 
     name: str
-    size: int
     padding: int
     relu: bool
 
@@ -45,7 +46,7 @@ def fused_layers(module: nn.Module) -> tuple[Opening, list[Layer]]:
         assert isinstance(part, PooledConv2d)
         if max(part.in_channels, part.out_channels) > WIDEST or not all(p.requires_grad for p in part.parameters()):
             return nothing
-        convolutions.append(Convolution(name, part.kernel_size[0], int(part.padding[0]), part.relu))
+        convolutions.append(Convolution(name, int(part.padding[0]), part.relu))
     if (form is not None or convolutions) and not (children and isinstance(children[0][1], nn.Flatten)):
         return nothing
     return Opening(form, tuple(convolutions)), feed_forward_layers(nn.Sequential(OrderedDict(children)))
@@ -65,12 +66,26 @@ class Fused(FeedForward):
                 "program='fused' needs a CUDA GPU of compute capability 8.0 or more and Triton, which comes with "
                 "PyTorch for CUDA; use program='auto'"
             )
-        from evenhand.engine import kernels
+        from evenhand.engine import convolution_kernels, kernels
 
         self.kernels: Any = kernels
+        self.convolutions: Any = convolution_kernels
         self.opens = bool(self.opening.convolutions)
         self.precision = {"tf32": "tf32", "float32": "ieee"}[precision]
+        self.stored = {"tf32": torch.float16, "float32": torch.float32}[precision]  # images and their errors
         self._mapped = Batched(module)  # for what is not written out
+
+    def check_range(self, inputs: Tensor) -> None:
+        """Refuse samples of which float16 could not hold what convolutions make."""
+        if not self.opens or self.stored != torch.float16 or not inputs.numel():
+            return
+        largest = float(inputs.abs().max())
+        if largest > LARGEST:
+            raise EvenhandError(
+                f"the samples hold numbers up to {largest:.6g}, and with precision='tf32' convolutions keep theirs in "
+                f"float16, for which {LARGEST:g} is much: bring the samples to about 1 (divide by {largest:.6g}), or "
+                "set precision='float32'"
+            )
 
     @staticmethod
     def fits(module: nn.Module, device: torch.device | None) -> bool:
@@ -115,60 +130,72 @@ class Fused(FeedForward):
             self._convolutions_back(tensors, kept, error, found, active)
         return scores
 
-    def _opened(self, tensors: Tensors, inputs: Tensor, active: Tensor | None = None) -> tuple[list[Tensor], Tensor]:
-        """Of every convolution its images and which places won; and what the linear layers are given."""
-        kept: list[Tensor] = []
-        if not self.opening.convolutions:
+    def _opened(self, tensors: Tensors, inputs: Tensor, active: Tensor | None = None) -> tuple[list[Any], Tensor]:
+        """What every convolution's way back needs, and what the linear layers are given."""
+        kept: list[Any] = []
+        if not self.opens:
             return kept, inputs
         rows, samples = inputs.shape[:2]
         images = inputs.flatten(0, 1) if self.opening.form is None else self.opening.form(inputs.flatten(0, 1))
-        images = images.unflatten(0, (rows, samples)).permute(0, 1, 3, 4, 2).contiguous()
-        for name, _, padding, relu in self.opening.convolutions:
-            out, winner = self.kernels.convolve(
+        images = self.convolutions.laid_out(images.unflatten(0, (rows, samples)).permute(0, 1, 3, 4, 2), self.stored)
+        for name, padding, relu in self.opening.convolutions:
+            images, own = self.convolutions.convolve(
                 images,
                 tensors[f"{name}.weight"],
                 tensors[f"{name}.bias"],
                 padding=padding,
                 relu=relu,
                 precision=self.precision,
+                stored=inputs.dtype if name == self.opening.convolutions[-1].name else self.stored,
                 active=active,
             )
-            kept += [images, winner]
-            images = out
+            kept.append(own)
         return kept, images.permute(0, 1, 4, 2, 3)  # a network flattens channel by channel
 
-    def _forward(self, tensors: Tensors, inputs: Tensor) -> list[Tensor]:
+    def _forward(self, tensors: Tensors, inputs: Tensor) -> list[Any]:
         """What `_opened` keeps, then as in `FeedForward`."""
         kept, flat = self._opened(tensors, inputs)
         return [*kept, *super()._forward(tensors, flat)]
 
-    def _back(self, tensors: Tensors, activations: list[Tensor], error: Tensor, found: Tensors | None) -> Tensor:
-        below = 2 * len(self.opening.convolutions)
-        error = super()._back(tensors, activations[below:], error, found)
-        if below:
-            self._convolutions_back(tensors, activations[:below], error, found)
+    def _back(self, tensors: Tensors, activations: list[Any], error: Tensor, found: Tensors | None) -> Tensor:
+        count = len(self.opening.convolutions)
+        error = super()._back(tensors, activations[count:], error, found)
+        if count:
+            self._convolutions_back(tensors, activations[:count], error, found)
         return error
 
     def _convolutions_back(
         self,
         tensors: Tensors,
-        kept: list[Tensor],
+        kept: list[Any],
         error: Tensor,
         found: Tensors | None,
         active: Tensor | None = None,
     ) -> None:
-        for depth in reversed(range(len(self.opening.convolutions))):
-            name, size, padding, _ = self.opening.convolutions[depth]
-            images, winner = kept[2 * depth : 2 * depth + 2]
-            if error.dim() == 3:  # from the linear layers, which know no places
-                rows, samples, high, wide, channels = winner.shape
-                error = error.view(rows, samples, channels, high, wide).permute(0, 1, 3, 4, 2).contiguous()
-            how = {"padding": padding, "precision": self.precision, "active": active}
-            filters, biases = self.kernels.filters_back(error, winner, images, size, **how)
-            if depth:
-                error = self.kernels.images_back(error, winner, tensors[f"{name}.weight"], images.shape, **how)
-            take(tensors, f"{name}.weight", filters, found)
-            take(tensors, f"{name}.bias", biases, found)
+        rows, samples, high, wide, channels = kept[-1].winner.shape
+        # Errors may be small numbers, of which float16 has few: each row's are multiplied such that they are not.
+        largest = torch.linalg.vector_norm(error, torch.inf, dim=2).amax(1)
+        scale = torch.where(largest > 0, largest / LIFT, 1.0)
+        shown = torch.empty(rows, samples, high, wide, channels, dtype=self.stored, device=error.device)
+        places = error.view(rows, samples, channels, high, wide).permute(0, 1, 3, 4, 2)
+        torch.div(places, scale.view(-1, 1, 1, 1, 1), out=shown)
+        for depth, (name, padding, _) in reversed(list(enumerate(self.opening.convolutions))):
+            own = tensors[f"{name}.weight"], tensors[f"{name}.bias"]
+            out = own if found is None else (torch.empty_like(own[0]), torch.empty_like(own[1]))
+            shown = self.convolutions.convolution_back(
+                shown,
+                kept[depth],
+                scale,
+                *own,
+                *out,
+                step=found is None,
+                below=depth > 0,
+                padding=padding,
+                precision=self.precision,
+                active=active,
+            )
+            if found is not None:
+                found[f"{name}.weight"], found[f"{name}.bias"] = out
 
 
 def _like(tensor: Tensor | None) -> Tensor | None:

@@ -55,7 +55,7 @@ class Simulation:
         self.dataset, self.module, self.settings, self.device = dataset, module.to(device), settings, device
         self.inputs, self.targets = dataset.inputs.to(device), dataset.targets.to(device)
         self.shape = Shape.of(module)
-        program = choose_program(module, settings.program, device, settings.precision)
+        program = choose_program(module, settings.program, device, settings.precision, self.inputs)
         self.cells, codes = cells_of(dataset)
         where = None if codes is None else codes.to(device)
         self.local = Local(

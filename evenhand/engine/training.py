@@ -21,11 +21,13 @@ from evenhand.engine.recurrent import Recurrent
 from evenhand.geometry import STRETCH
 
 PRECISIONS = {
-    "tf32": "products and convolutions on a GPU's matrix units, which read 10 bits after the point",
+    "tf32": "products and convolutions on a GPU's matrix units, which read 10 bits after the point (of our own kernels "
+    "for convolutions, float16)",
     "float32": "in full float32",
 }
 AT_ONCE = {"cpu": 8192, "cuda": 32768}  # samples of a feed-forward network measured at once
 AT_ONCE_LARGE = {"cpu": 256, "cuda": 1024}  # of others, whose activations may be large
+AT_ONCE_CONVOLVED = {"cpu": 256, "cuda": 8192}  # of pooled convolutions by kernels
 AT_ONCE_RECURRENT = {"cpu": 256, "cuda": 8192}
 STREAMS = 16  # rows of the sequential program that a GPU works on at the same time
 MEMORY = 64.0  # samples of a cell that its mean probability remembers
@@ -606,8 +608,8 @@ def _means(scores: Tensor, targets: Tensor, shares: Tensor) -> Tensor:
 def samples_at_once(program: Program, device: torch.device) -> int:
     """How many samples are measured at once."""
     most = AT_ONCE_LARGE
-    if isinstance(program, FeedForward) and not program.opens:
-        most = AT_ONCE
+    if isinstance(program, FeedForward):
+        most = AT_ONCE_CONVOLVED if program.opens else AT_ONCE
     elif isinstance(program, Recurrent):
         most = AT_ONCE_RECURRENT
     return most.get(device.type, most["cpu"])

@@ -104,9 +104,16 @@ class Roster:
     def to_plain(self) -> list[dict[str, Any]]:
         return [vars(member).copy() for member in self.members]
 
-    @classmethod
-    def from_plain(cls, plain: Sequence[Mapping[str, Any]], fixed: bool = False) -> Roster:
-        return cls([Member(**dict(entry)) for entry in plain], fixed=fixed)
+    def restored(self, plain: Sequence[Mapping[str, Any]]) -> Roster:
+        """The list that was written down; those on it who are connected stay so, as they described themselves now."""
+        found = Roster([Member(**dict(entry)) for entry in plain], fixed=self.fixed)
+        known = {name: position for position, name in enumerate(found.names)}
+        for node, position in self.nodes.items():
+            member = self.members[position]
+            if member.name in known:
+                found.nodes[node] = known[member.name]
+                found.members[known[member.name]] = member
+        return found
 
 
 def _order(member: Member) -> tuple[Any, ...]:

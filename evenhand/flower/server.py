@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from logging import INFO
 from pathlib import Path
 from typing import Any
@@ -83,11 +84,13 @@ def federate(
 
 def _resume(deployment: Deployment, grid: Grid, folder: DeploymentFolder) -> Runs:
     begun = Deployment.read(folder.path / DEPLOYMENT)
-    if begun.to_toml() != deployment.to_toml():
+    if replace(begun, waiting=deployment.waiting).to_toml() != deployment.to_toml():
         raise EvenhandError(
             f"{str(folder.path)!r} holds a run of another description; go on with the {DEPLOYMENT} in it, or choose "
-            "another folder"
+            "another folder (how long anybody is waited for may be changed)"
         )
+    if begun.waiting != deployment.waiting:
+        storage.write_bytes(folder.path / DEPLOYMENT, deployment.to_toml().encode())
     federation = Federation(deployment, grid)
     federation.recall(folder)
     federation.meet()

@@ -97,7 +97,7 @@ class Site:
         self.start = self.shape.flat(self.module).to(self.device)
         self.cells, codes = cells_of(dataset)
         experiment = deployment.experiment
-        program = choose_program(self.module, experiment.program, self.device, experiment.precision)
+        program = choose_program(self.module, experiment.program, self.device, experiment.precision, dataset.inputs)
         self.local = Local(
             program,
             self.shape,

@@ -273,7 +273,7 @@ class FairStrategy(Strategy):
             self.experiment, self.seen = kept["experiment"], set(kept["seen"])
             self.state = None if kept["state"] is None else State.from_plain(kept["state"])
             self.memo, self.predicted = kept["memo"], kept["predicted"]
-            self.roster = Roster.from_plain(kept["roster"], fixed=self.roster.fixed)
+            self.roster = self.roster.restored(kept["roster"])
             self.rounds = list(kept["rounds"])
             self.evaluations = [{**entry, **_arrays_in(entry)} for entry in kept["evaluations"]]
         except (KeyError, TypeError) as error:

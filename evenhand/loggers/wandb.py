@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from time import monotonic, sleep
+from time import sleep, time
 from typing import Any
 
 import numpy as np
@@ -68,9 +68,12 @@ def last_round(place: Path, id: str) -> int:
 
 
 def _settle(path: Path) -> None:
-    """Wait until a file grows no more: a service writes it, for a moment also after its run was ended or killed."""
-    until, size = monotonic() + SETTLE_SECONDS, -1
-    while monotonic() < until and (size <= FILE_HEAD or path.stat().st_size > size):
+    """Wait until a file grows no more: a service writes it, for a moment also after its run was ended or killed.
+
+    One that was begun a while ago, and in which nothing is, belongs to a service that was killed as well.
+    """
+    begun, size = path.stat().st_mtime, -1
+    while time() < begun + SETTLE_SECONDS and (size <= FILE_HEAD or path.stat().st_size > size):
         size = path.stat().st_size
         sleep(0.5)
 

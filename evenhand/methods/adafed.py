@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-import scipy.linalg
 
 from evenhand.checks import choice, flag, number
 from evenhand.geometry import Floats
@@ -107,6 +106,8 @@ def proportional_descent(
 
 def _solve_definite(gram: Floats, right: Floats, ridge: float, resolution: float) -> Floats | None:
     """Cholesky; None where the matrix is singular to working accuracy or the answer drowns in cancellation."""
+    import scipy.linalg  # slow to load, and clients never need it
+
     ridged = gram + ridge * np.eye(len(gram))
     try:
         factor, lower = scipy.linalg.cho_factor(ridged, lower=True, check_finite=False)

@@ -16,7 +16,7 @@ from flowing import GROUPS, InProcessGrid, grid_of, small
 
 from evenhand.checks import EvenhandError
 from evenhand.flower import Deployment, site_client
-from evenhand.flower.deployment import write_files
+from evenhand.flower.deployment import Waiting, write_files
 from evenhand.flower.server import federate
 from evenhand.running import load_runs, simulate
 
@@ -244,9 +244,10 @@ def test_a_server_that_is_killed_goes_on_from_its_last_round(tmp_path):
     other = Deployment(small("even", rounds=6))
     with pytest.raises(EvenhandError, match="holds a run of another description"):
         federate(other, grid_of(other), out=tmp_path / "cut", resume=True)
-    again = grid_of(deployment)
-    resumed = federate(deployment, again, out=tmp_path / "cut", resume=True)
-    assert again.sent.count("train") == 3 * 3
+    again, patient = grid_of(deployment), replace(deployment, waiting=Waiting(timeout=900))
+    resumed = federate(patient, again, out=tmp_path / "cut", resume=True)
+    assert (again.sent.count("query.describe"), again.sent.count("train")) == (6, 3 * 3)
+    assert Deployment.read(tmp_path / "cut/deployment.toml").waiting.timeout == 900
     assert "continued after round 2 of 5" in resumed.notes
     for name in ("seed-0/clients.csv", "seed-0/model.safetensors", "seed-0/rounds.jsonl"):
         assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()

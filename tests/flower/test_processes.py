@@ -25,6 +25,8 @@ import torch
 from alive import gone
 from flowing import GROUPS, small
 
+from evenhand import storage
+from evenhand.engine.training import Shape
 from evenhand.flower.deployment import Deployment, Waiting, write_files
 from evenhand.flower.keys import node_key
 from evenhand.flower.rehearsal import Rehearsal, tail
@@ -40,42 +42,28 @@ QUICK = {"PYTHONPATH": str(Path(__file__).parent / "quick")}
 TINY = {"clients": 2, "participation": 1.0, "rounds": 1, "eval_every": 1}
 
 
+OF_FILES = small(
+    "mfairfl:absent=expected",  # which sends most, and with which one that is gone still counts
+    **{**GROUPS, **TINY, "clients": None, "partition": "iid,clients=2", "rounds": 2, "eval_every": 2},
+)
+
+
 @pytest.fixture(scope="module")
-def federation(tmp_path_factory):
-    """Two SuperNodes, one by one with a key of its own, that hand out a data set by number."""
+def files(tmp_path_factory):
+    """A deployment over two clients' own files."""
+    return write_files(OF_FILES, tmp_path_factory.mktemp("files"))
+
+
+@pytest.fixture(scope="module")
+def federation(tmp_path_factory, files):
+    """Two SuperNodes, each with a key of its own, a number, by which a data set is handed out, and a file."""
     folder = tmp_path_factory.mktemp("federation")
     with Rehearsal(folder / "processes", extra=QUICK) as here:
-        for client in range(2):
-            here.add_node({"partition-id": client, "state-dir": str(folder / f"state-{client}")})
+        for client, path in enumerate(files[1]):
+            state = str(folder / f"state-{client}")
+            here.add_node({"partition-id": client, "name": path.stem, "data-path": str(path), "state-dir": state})
         yield here
     assert here._left() == []
-
-
-def run(federation, deployment, out, **options):
-    with (out.parent / f"{out.name}.log").open("ab") as log:
-        code = federation.run(deployment, out=out, output=log, **options)
-    assert RunFolder(out).finished, tail(out.parent / f"{out.name}.log")
-    assert code == 0
-    return load_runs(out)
-
-
-@pytest.mark.parametrize(
-    "experiment",
-    [
-        small("fedlf", **TINY),
-        small("fedmdfg", **TINY),
-        small("mfairfl", **{**GROUPS, **TINY, "clients": None, "partition": "iid,clients=2"}),
-    ],
-    ids=lambda experiment: experiment.method.name,
-)
-def test_a_real_federation_gives_the_simulators_model(federation, tmp_path, experiment):
-    runs = run(federation, Deployment(experiment), tmp_path / "run")
-    there = simulate(replace(experiment, chunk=1))
-    found = runs[0].load_model()
-    for name, tensor in there[0].model.items():
-        assert torch.equal(found[name], tensor)
-    np.testing.assert_array_equal(runs[0].accuracies, there[0].accuracies)
-    assert (tmp_path / "run/report.html").is_file()
 
 
 def test_a_run_that_fails_is_known_to_have_failed(federation, tmp_path):
@@ -200,37 +188,20 @@ def proxy(federation):
         thread.join()
 
 
-def test_a_killed_server_goes_on_and_a_round_does_without_a_killed_node(tmp_path):
-    """Both in one run. The clients have files of their own; the killed one's update still counts in the last round."""
-    experiment = small("even", **{**TINY, "rounds": 2, "eval_every": 2})
-    described, paths = write_files(experiment, tmp_path)
-    deployment = Deployment(described.experiment, described.schema, Waiting(timeout=30, min_replies=1))
-    out, logged = tmp_path / "run", tmp_path / "run.log"
-    with Rehearsal(tmp_path / "processes", extra=QUICK) as here, logged.open("ab") as log:
-        nodes = [here.add_node({"name": path.stem, "data-path": str(path)}) for path in paths]
-        first = following(here, deployment, out, log)
-        await_rounds(out, 1)
-        await_all(lambda: all(trainings(node) == 2 and has_received(node) for node in nodes))
-        kill(processes(here, "flwr-serverapp"))
-        assert not RunFolder(out).finished
-        assert len((out / "seed-0/rounds.jsonl").read_text().splitlines()) == 1
-
-        heard = trainings(nodes[1])
-        second = following(here, deployment, out, log, resume=True)
-        await_all(lambda: trainings(nodes[1]) > heard)
-        nodes[1].process.kill()
-        kill(processes(here, "flwr-clientapp", of=nodes[1]))
-        second.join()
-        kill(processes(here, "flwr run"))  # the first one still follows a server that is no more
-        first.join()
-    before, last = load_runs(out)[0].rounds
-    assert before["excluded"] == {}
-    assert last["excluded"] == {"client-1": "no reply within 30 s"}
-    assert (last["asked"], last["answered"], last["remembered"]) == ([0, 1], 1, 1)
-    accuracies = load_runs(out)[0].accuracies
-    assert np.isfinite(accuracies[0])
-    assert np.isnan(accuracies[1])
-    assert [entry["round"] for entry in json.loads((out / "versions.json").read_text())["resumed"]] == [1]
+def test_the_example_is_what_evenhand_deploy_writes(tmp_path):
+    """examples/flower is a Flower app of its own; Flower builds it."""
+    example = Path(__file__).parents[2] / "examples" / "flower"
+    assert Deployment.read(example / "fairapp" / "deployment.toml").clients == 4
+    done = subprocess.run(
+        [str(Path(sys.executable).parent / "flwr"), "build", "--app", str(example)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "FLWR_HOME": str(tmp_path), "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(list(tmp_path.glob("*.fab"))) == 1
 
 
 def following(federation, deployment, out, log, **options) -> threading.Thread:
@@ -287,17 +258,47 @@ def processes(federation, command, of=None):
     return found
 
 
-def test_the_example_is_what_evenhand_deploy_writes(tmp_path):
-    """examples/flower is a Flower app of its own; Flower builds it."""
-    example = Path(__file__).parents[2] / "examples" / "flower"
-    assert Deployment.read(example / "fairapp" / "deployment.toml").clients == 4
-    done = subprocess.run(
-        [str(Path(sys.executable).parent / "flwr"), "build", "--app", str(example)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "FLWR_HOME": str(tmp_path), "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert len(list(tmp_path.glob("*.fab"))) == 1
+def test_a_federation_is_the_simulator_and_outlives_its_server_and_a_node(federation, files, tmp_path):
+    """The simulator's bits; then the server is killed and goes on; then a node is, without which the round ends.
+
+    In one run, the last of this federation, as every message costs seconds. The clients have files of their own, and
+    the killed one's update still counts in the last round.
+    """
+    described, (_, doomed) = files[0], federation.nodes
+    out, logged = tmp_path / "run", tmp_path / "run.log"
+    patient = replace(described, waiting=Waiting(timeout=240, min_replies=1))
+    with logged.open("ab") as log:
+        first = following(federation, patient, out, log)
+        await_all(lambda: all(trainings(node) == 1 for node in federation.nodes))
+        started = time.monotonic()
+        await_rounds(out, 1)
+        took = time.monotonic() - started
+        await_all(lambda: all(trainings(node) == 2 and has_received(node) for node in federation.nodes))
+        kill(processes(federation, "flwr-serverapp"))
+        assert not RunFolder(out).finished
+        (record,) = (out / "seed-0/rounds.jsonl").read_text().splitlines()
+        there = simulate(replace(OF_FILES, rounds=1, chunk=1), out=tmp_path / "there")
+        assert json.loads(record) == json.loads((tmp_path / "there/seed-0/rounds.jsonl").read_text())
+        module = described.module()
+        module.load_state_dict(there[0].model)
+        model = storage.read(out / "checkpoint.safetensors", "federation")["model"]
+        assert torch.equal(model, Shape.of(module).flat(module))
+
+        waits = float(round(max(10.0, 3.0 * took)))  # as long as this machine, busy as it is, may need
+        second = following(federation, replace(patient, waiting=Waiting(waits, min_replies=1)), out, log, resume=True)
+        await_all(lambda: trainings(doomed) == 3)
+        doomed.process.kill()
+        kill(processes(federation, "flwr-clientapp", of=doomed))
+        second.join()
+        kill(processes(federation, "flwr run"))  # the first one still follows a server that is no more
+        first.join()
+    assert RunFolder(out).finished, tail(logged)
+    run = load_runs(out)[0]
+    before, last = run.rounds
+    assert before["excluded"] == {}
+    assert last["excluded"] == {"client-1": f"no reply within {waits:g} s"}
+    assert (last["asked"], last["answered"], last["remembered"]) == ([0, 1], 1, 1)
+    assert np.isfinite(run.accuracies[0])
+    assert np.isnan(run.accuracies[1])
+    assert [entry["round"] for entry in json.loads((out / "versions.json").read_text())["resumed"]] == [1]
+    assert (out / "report.html").is_file()
