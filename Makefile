@@ -26,6 +26,7 @@ demo: $(STAMP)
 picture: $(STAMP)
 	$(BIN)/python examples/three_clients.py
 
+test: export PYTHONDONTWRITEBYTECODE = # many tests start processes, which need not compile everything anew
 test: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .

@@ -5,11 +5,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from threading import Thread
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -27,8 +27,7 @@ def threads_each(workers: int) -> int:
 def side_by_side(work: Callable[[Task], Found], tasks: Sequence[Task], jobs: int) -> Iterator[tuple[Task, Found]]:
     """Each task with what `work` makes of it, as they come to their end; begun in the order given."""
     workers, others = min(jobs, len(tasks)), multiprocessing.active_children()
-    apart = multiprocessing.get_context("spawn")  # a process that has used a GPU cannot be forked
-    with ProcessPoolExecutor(workers, apart, _as_worker, (threads_each(workers),)) as pool:
+    with pool_of(workers) as pool:
         waiting: dict[Future[Found], Task] = {pool.submit(work, task): task for task in tasks}
         try:
             for finished in as_completed(waiting):
@@ -46,8 +45,24 @@ def side_by_side(work: Callable[[Task], Found], tasks: Sequence[Task], jobs: int
             raise
 
 
-def _as_worker(threads: int) -> None:
+def pool_of(workers: int) -> ProcessPoolExecutor:
+    """Processes that share out the cores.
+
+    Where the system can, they are forks of one that has loaded torch and done nothing yet; this one cannot be forked
+    once it has used a GPU. Elsewhere each starts from nothing.
+    """
+    if "forkserver" in multiprocessing.get_all_start_methods():
+        multiprocessing.set_forkserver_preload(["evenhand.running"])
+        apart: Any = multiprocessing.get_context("forkserver")
+    else:
+        apart = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(workers, apart, _as_worker, (threads_each(workers), dict(os.environ)))
+
+
+def _as_worker(threads: int, environment: Mapping[str, str]) -> None:
     """A process of its own, which does not outlive the one that began it, and leaves Ctrl-C to that one."""
+    os.environ.clear()  # a fork has that of the time when the first one was begun
+    os.environ.update(environment)
     torch.set_num_threads(threads)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()

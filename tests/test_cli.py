@@ -392,8 +392,11 @@ def test_a_network_in_the_folder_you_are_in(tmp_path):
 
 
 def test_it_runs_as_a_module_and_does_not_load_what_it_does_not_need():
+    """Nor does it ask for a GPU while it is loaded: a process that has cannot be forked (evenhand.processes)."""
     code = (
-        "import sys; import evenhand.cli; print([m for m in ('pandas', 'matplotlib', 'sklearn') if m in sys.modules])"
+        "import sys, torch; torch.cuda.is_available = torch.cuda.device_count = torch.cuda._lazy_init = None; "
+        "import evenhand.cli, evenhand.running; "
+        "print([m for m in ('pandas', 'matplotlib', 'sklearn', 'triton') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"

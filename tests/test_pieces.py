@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -163,16 +164,14 @@ def test_ctrl_c_ends_all_processes_and_says_how_to_go_on(tmp_path):
 
 
 def workers_of(parent: int) -> list[int]:
-    found = []
+    """The forks of the process from which a command's workers are made."""
+    parents: dict[int, int] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            name, rest = path.read_text().rpartition(")")[::2]
-            words = path.with_name("cmdline").read_text()
-        except OSError:
-            continue
-        if int(rest.split()[1]) == parent and "spawn_main" in words:
-            found.append(int(name.split()[0]))
-    return found
+        with contextlib.suppress(OSError):
+            if "forkserver" in path.with_name("cmdline").read_text():
+                name, rest = path.read_text().rpartition(")")[::2]
+                parents[int(name.split()[0])] = int(rest.split()[1])
+    return [number for number, above in parents.items() if parents.get(above) == parent]
 
 
 def test_an_error_reaches_the_caller_as_it_is():

@@ -395,11 +395,10 @@ def test_without_a_spread_in_the_paper_our_own_is_the_unit(tiny):
 
 
 WORKER = """
-import multiprocessing, os, time
-from concurrent.futures import ProcessPoolExecutor
-from evenhand.processes import _as_worker
+import os, time
+from evenhand.processes import pool_of
 if __name__ == "__main__":
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _as_worker, (1,)) as pool:
+    with pool_of(1) as pool:
         print(pool.submit(os.getpid).result(), flush=True)
         pool.submit(time.sleep, 60).result()
 """

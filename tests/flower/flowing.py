@@ -27,7 +27,7 @@ SMALL: dict[str, Any] = {
     "rounds": 4,
     "eval_every": 2,
     "participation": 0.5,
-    "work.batch_size": 16,
+    "work.batch_size": 50,
     "device": "cpu",
     "measure": "losses",
 }
