@@ -10,24 +10,28 @@ True
 from __future__ import annotations
 
 import importlib
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from evenhand.aggregation import Aggregate, Diagnostics, aggregate
 from evenhand.checks import EvenhandError, near_miss
-from evenhand.methods import Method, MethodInfo, method, methods, register
-from evenhand.methods.base import Objective, Round, Rule, ServerStep, Weights
-from evenhand.state import State
 
 if TYPE_CHECKING:
+    from evenhand.aggregation import Aggregate, Diagnostics, aggregate
     from evenhand.auditing import audit
     from evenhand.callbacks import Callback
     from evenhand.comparison import compare, load_comparison, resume_comparison
     from evenhand.experiment import Experiment
     from evenhand.fairness import client_fairness
     from evenhand.groups import group_fairness
+    from evenhand.methods import Method, MethodInfo, method, methods, register
+    from evenhand.methods.base import Round, Rule, ServerStep, Weights
+    from evenhand.objectives import Objective
     from evenhand.recipe import recipes
     from evenhand.reproduction import reproduce
     from evenhand.running import load_runs, resume, simulate
+    from evenhand.state import State
+    from evenhand.tuning import tune
 
 __version__ = "0.1.0"
 
@@ -63,12 +67,18 @@ __all__ = [
     "tune",
 ]
 
-# The simulator is loaded when it is first used, so that one round in somebody's own loop does not wait for it.
+# Rooms are loaded when they are first used: `evenhand --help` does not wait for torch, and a round in somebody's own
+# loop not for the simulator.
 LATER = {
+    **dict.fromkeys(("Aggregate", "Diagnostics", "aggregate"), "evenhand.aggregation"),
+    **dict.fromkeys(("Method", "MethodInfo", "method", "methods", "register"), "evenhand.methods"),
+    **dict.fromkeys(("Round", "Rule", "ServerStep", "Weights"), "evenhand.methods.base"),
     **dict.fromkeys(("load_runs", "resume", "simulate"), "evenhand.running"),
     **dict.fromkeys(("compare", "load_comparison", "resume_comparison"), "evenhand.comparison"),
     "Callback": "evenhand.callbacks",
     "Experiment": "evenhand.experiment",
+    "Objective": "evenhand.objectives",
+    "State": "evenhand.state",
     "audit": "evenhand.auditing",
     "client_fairness": "evenhand.fairness",
     "group_fairness": "evenhand.groups",
@@ -86,3 +96,13 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+class _Door(ModuleType):
+    """This module. Whoever loads the room `evenhand.methods` does not take the place of the function `methods`."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value.methods if name == "methods" and isinstance(value, ModuleType) else value)
+
+
+sys.modules[__name__].__class__ = _Door

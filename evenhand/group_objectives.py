@@ -15,7 +15,7 @@ import numpy as np
 from evenhand.checks import EvenhandError, choice, flag, number
 from evenhand.constraints import Constraints, Floats, Followed, Leaning, Sums, View
 from evenhand.counts import KINDS
-from evenhand.methods.base import Client, Memo, Objective
+from evenhand.objectives import Client, Memo, Objective
 
 OFF = "off"
 

@@ -9,13 +9,43 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from evenhand.checks import choice, flag, number
-from evenhand.methods.base import Objective
+from evenhand.constraints import Leaning, View
+
+Client = int | str
+Memo = Mapping[str, Any]  # what a part of a method carries from round to round: arrays, lists, numbers, strings
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What a client minimises."""
+
+    name: ClassVar[str]
+    when: ClassVar[str] = ""  # as in Rule
+    when_not: ClassVar[str] = ""
+
+    @property
+    def grouped(self) -> bool:
+        """Whether it asks, before each round's training, how the received model treats groups of people."""
+        return False
+
+    @property
+    def alone(self) -> bool:
+        """Whether what a client is told follows from its own sums and its own part of the memo."""
+        return False
+
+    def lean(self, view: View, memo: Memo) -> Leaning:
+        """What the clients are told about groups and labels, given their sums over cells."""
+        raise NotImplementedError(f"{type(self).__name__} says nothing about groups")
+
+    def part(self, memo: Memo, client: Client) -> dict[str, Any]:
+        """One client's part of the memo, where it is enough for that client."""
+        return {}
 
 
 @dataclass(frozen=True)

@@ -402,3 +402,6 @@ def test_it_runs_as_a_module_and_does_not_load_what_it_does_not_need():
     assert done.stdout == "[]\n"
     done = subprocess.run([sys.executable, "-m", "evenhand", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout == f"evenhand {__version__}\n"
+    code = "import sys; sys.modules['torch'] = None; import evenhand.cli; evenhand.cli.main(['run', '--help'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "--participation" in done.stdout

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 import venv
+from collections.abc import Collection
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -59,3 +62,42 @@ for entry in eh.methods():
     assert "pivoting" in said  # the simplex without daqp
     assert "slsqp" in said  # the box without daqp and piqp
     assert "NOT verified" not in said
+
+
+def loaded_with(name: str, tree: ast.Module, rooms: Collection[str]) -> set[str]:
+    """What a module needs of us while it is loaded; of the packages it lies in, those are begun before."""
+    found: set[str] = set()
+    statements: list[ast.AST] = [tree]
+    while statements:
+        for entry in ast.iter_child_nodes(statements.pop()):
+            if isinstance(entry, ast.Import):
+                found |= {alias.name for alias in entry.names}
+            elif isinstance(entry, ast.ImportFrom) and entry.module:
+                found |= {entry.module, *(f"{entry.module}.{alias.name}" for alias in entry.names)}
+            elif not isinstance(entry, (ast.FunctionDef, ast.expr)) and "TYPE_CHECKING" not in ast.unparse(entry)[:20]:
+                statements.append(entry)
+    found |= {above for name in found & set(rooms) for above in packages(name)}
+    return found & set(rooms) - {name, *packages(name)}
+
+
+def packages(name: str) -> list[str]:
+    words = name.split(".")
+    return [".".join(words[:count]) for count in range(1, len(words))]
+
+
+def test_imports_point_one_way():
+    """So that any room can be entered first; and no room knows of those above it (docs: CONTRIBUTING.md)."""
+    rooms = {}
+    for path in sorted((ROOT / "evenhand").rglob("*.py")):
+        words = path.relative_to(ROOT).with_suffix("").parts
+        rooms[".".join(words[:-1] if words[-1] == "__init__" else words)] = ast.parse(path.read_text())
+    needs = {name: loaded_with(name, tree, rooms) for name, tree in rooms.items()}
+    assert "evenhand.geometry" in needs["evenhand.aggregation"]
+    order = list(TopologicalSorter(needs).static_order())  # raises where there is a circle, and names it
+    reached: dict[str, set[str]] = {}
+    for name in order:
+        reached[name] = needs[name].union(*(reached[room] for room in needs[name]))
+    assert [name for name in rooms if "evenhand.cli" in reached[name]] == ["evenhand.__main__"]
+    for room in ("evenhand.data", "evenhand.models", "evenhand.fairness", "evenhand.geometry", "evenhand.solvers"):
+        assert not {"evenhand.methods", "evenhand.engine", "evenhand.experiment"} & reached[room], room
+    assert not any(name.startswith("evenhand.experiment") for name in reached["evenhand.engine.simulation"])

@@ -10,7 +10,7 @@ from evenhand.checks import EvenhandError, near_miss, plain_value
 from evenhand.group_objectives import FairBatch, GroupConstraints, Reweighted
 from evenhand.methods.adafed import AdaFed
 from evenhand.methods.afl import AFL
-from evenhand.methods.base import Objective, Rule, ServerStep
+from evenhand.methods.base import Rule, ServerStep
 from evenhand.methods.drfl import DRFL
 from evenhand.methods.even import Even
 from evenhand.methods.fairfed import FairFed
@@ -25,7 +25,7 @@ from evenhand.methods.mfairfl import MFairFL
 from evenhand.methods.qffl import QFFL
 from evenhand.methods.server import Average, FedAdagrad, FedAdam, FedAMSGrad, FedYogi, Momentum, Plain, Recent
 from evenhand.methods.term import TERM
-from evenhand.objectives import ClientMomentum, Correction, Personal, PlainRisk, Proximal, Similarity
+from evenhand.objectives import ClientMomentum, Correction, Objective, Personal, PlainRisk, Proximal, Similarity
 from evenhand.tables import Listing, text_table
 
 Part = TypeVar("Part", Objective, Rule, ServerStep)

@@ -3,7 +3,7 @@
 A rule is a frozen dataclass of hyper-parameters with one pure function, `weigh`, from a Round (inner
 products, losses, counts, ages: small float64 arrays) to Weights (coefficients of the rows). A server step
 is a frozen dataclass with one function, `apply`, from the combined direction to the update. A local
-objective says what a client minimises. A method is one choice of the three.
+objective (evenhand/objectives.py) says what a client minimises. A method is one choice of the three.
 """
 
 from __future__ import annotations
@@ -17,12 +17,10 @@ import numpy as np
 from torch import Tensor
 
 from evenhand.checks import EvenhandError, number
-from evenhand.constraints import Leaning, View
 from evenhand.geometry import Floats
+from evenhand.objectives import Client as Client
+from evenhand.objectives import Memo as Memo
 from evenhand.solvers import submatrix
-
-Client = int | str
-Memo = Mapping[str, Any]  # what a rule or server step carries from round to round: arrays, lists, numbers, strings
 
 
 @dataclass(frozen=True)
@@ -148,33 +146,6 @@ class ServerStep:
     def offset(self, memo: Memo) -> list[Tensor] | None:
         """What to add to the new model for evaluation, where a method evaluates another model than it trains."""
         return None
-
-
-@dataclass(frozen=True)
-class Objective:
-    """What a client minimises."""
-
-    name: ClassVar[str]
-    when: ClassVar[str] = ""  # as in Rule
-    when_not: ClassVar[str] = ""
-
-    @property
-    def grouped(self) -> bool:
-        """Whether it asks, before each round's training, how the received model treats groups of people."""
-        return False
-
-    @property
-    def alone(self) -> bool:
-        """Whether what a client is told follows from its own sums and its own part of the memo."""
-        return False
-
-    def lean(self, view: View, memo: Memo) -> Leaning:
-        """What the clients are told about groups and labels, given their sums over cells."""
-        raise NotImplementedError(f"{type(self).__name__} says nothing about groups")
-
-    def part(self, memo: Memo, client: Client) -> dict[str, Any]:
-        """One client's part of the memo, where it is enough for that client."""
-        return {}
 
 
 # ------------------------------------------------------------------------------- shared by several rules
