@@ -176,14 +176,10 @@ class Rehearsal:
         processes = [node.process for node in self.nodes] + ([self.link] if self.link is not None else [])
         for process in processes:
             end(process)
-        limit = time.monotonic() + GONE
-        left = self._left()
-        while left and time.monotonic() < limit:
-            time.sleep(0.2)
-            left = self._left()
-        for number in left:
+        for number in self._await_gone():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(number, signal.SIGKILL)
+        self._await_gone()
 
     # ---- small things
 
@@ -239,6 +235,15 @@ class Rehearsal:
             check=False,
         )
         return done.stdout + done.stderr
+
+    def _await_gone(self) -> list[int]:
+        """What is left of the processes after a while."""
+        limit = time.monotonic() + GONE
+        left = self._left()
+        while left and time.monotonic() < limit:
+            time.sleep(0.2)
+            left = self._left()
+        return left
 
     def _left(self) -> list[int]:
         """Processes that know one of our homes; only where the system shows them (/proc)."""

@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import os
+import re
 import signal
 import ssl
 import subprocess
@@ -284,7 +285,7 @@ def test_a_federation_is_the_simulator_and_outlives_its_server_and_a_node(federa
         model = storage.read(out / "checkpoint.safetensors", "federation")["model"]
         assert torch.equal(model, Shape.of(module).flat(module))
 
-        waits = float(round(max(10.0, 3.0 * took)))  # as long as this machine, busy as it is, may need
+        waits = float(round(max(15.0, 3.0 * took)))  # as long as this machine, busy as it is, may need
         second = following(federation, replace(patient, waiting=Waiting(waits, min_replies=1)), out, log, resume=True)
         await_all(lambda: trainings(doomed) == 3)
         doomed.process.kill()
@@ -296,7 +297,10 @@ def test_a_federation_is_the_simulator_and_outlives_its_server_and_a_node(federa
     run = load_runs(out)[0]
     before, last = run.rounds
     assert before["excluded"] == {}
-    assert last["excluded"] == {"client-1": f"no reply within {waits:g} s"}
+    assert list(last["excluded"]) == ["client-1"]
+    assert re.search(
+        rf"no reply within {waits:g} s|Node Unavailable", last["excluded"]["client-1"]
+    )  # Flower knows after 60 s
     assert (last["asked"], last["answered"], last["remembered"]) == ([0, 1], 1, 1)
     assert np.isfinite(run.accuracies[0])
     assert np.isnan(run.accuracies[1])
