@@ -74,10 +74,12 @@ def loaded_with(name: str, tree: ast.Module, rooms: Collection[str]) -> set[str]
                 found |= {alias.name for alias in entry.names}
             elif isinstance(entry, ast.ImportFrom) and entry.module:
                 found |= {entry.module, *(f"{entry.module}.{alias.name}" for alias in entry.names)}
-            elif not isinstance(entry, (ast.FunctionDef, ast.expr)) and "TYPE_CHECKING" not in ast.unparse(entry)[:20]:
+            elif isinstance(entry, ast.If) and ast.unparse(entry.test) == "TYPE_CHECKING":
+                continue
+            elif not isinstance(entry, (ast.FunctionDef, ast.expr)):
                 statements.append(entry)
-    found |= {above for name in found & set(rooms) for above in packages(name)}
-    return found & set(rooms) - {name, *packages(name)}
+    found &= set(rooms)
+    return found.union(*map(packages, found)) - {name, *packages(name)}
 
 
 def packages(name: str) -> list[str]:

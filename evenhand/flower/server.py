@@ -78,7 +78,7 @@ def federate(
         federation = Federation(deployment, grid)
         federation.meet()
         folder.begin(chosen.to_toml(), federation)
-        storage.write_bytes(folder.path / DEPLOYMENT, deployment.to_toml().encode())
+        folder.keep(deployment)
         return play(chosen, FederationRecorder(federation, folder, every=0.0, keeper=Checkpoints()))
 
 
@@ -89,8 +89,7 @@ def _resume(deployment: Deployment, grid: Grid, folder: DeploymentFolder) -> Run
             f"{str(folder.path)!r} holds a run of another description; go on with the {DEPLOYMENT} in it, or choose "
             "another folder (how long anybody is waited for may be changed)"
         )
-    if begun.waiting != deployment.waiting:
-        storage.write_bytes(folder.path / DEPLOYMENT, deployment.to_toml().encode())
+    folder.keep(deployment)
     federation = Federation(deployment, grid)
     federation.recall(folder)
     federation.meet()
@@ -267,6 +266,9 @@ class DeploymentFolder(RunFolder):
     def describe(self, text: str) -> None:
         first = f"# what was run; {DEPLOYMENT} beside this file repeats it\n\n"
         storage.write_bytes(self.path / self.description, (first + text).encode())
+
+    def keep(self, deployment: Deployment) -> None:
+        storage.write_bytes(self.path / DEPLOYMENT, deployment.to_toml().encode())
 
 
 class Checkpoints:
