@@ -18,7 +18,7 @@ from evenhand.checks import EvenhandError
 from evenhand.engine import convolution_kernels, kernels, recurrent_kernels
 from evenhand.engine.choice import choose_program
 from evenhand.engine.fused import Fused
-from evenhand.engine.programs import Batched
+from evenhand.engine.programs import Batched, Likeness
 from evenhand.engine.recurrent import Course, Recurrent, backwards, forwards
 from evenhand.engine.training import Shape, arithmetic
 from evenhand.models import build
@@ -276,6 +276,33 @@ def test_small_networks_train_by_the_kernels(module, inputs, samples, precision,
     assert torch.equal(steady, moved)
     torch.testing.assert_close(half[0], moved[0])
     assert torch.equal(half[1], rows[1])
+
+
+@pytest.mark.parametrize(("precision", "close"), [("float32", CLOSE), ("tf32", 3e-2)])
+@pytest.mark.parametrize("layers", [1, 2, 3])  # the first convolution, both, and a linear layer besides
+@pytest.mark.parametrize("channels", [3, 16])
+def test_layers_are_held_against_other_models(channels, layers, precision, close, monkeypatch):
+    monkeypatch.setattr("evenhand.engine.fused.served", lambda device: True)
+    module = convolutions(channels)
+    layout = Shape.of(module)
+    rows = layout.flat(module).to(DEVICE).repeat(ROWS, 1)
+    module = module.to(DEVICE)
+    x, targets = drawn(ROWS, 7, 196), torch.arange(ROWS * 7, device=DEVICE).view(ROWS, 7) % 4
+    real = torch.tensor([[1.0] * 7, [1.0] * 5 + [0.0] * 2], device=DEVICE)  # of the second row two are padding
+    weights = 1e-3 * real / real.sum(1, keepdim=True)  # so that the term is most of the gradient
+    others = [layout.views(rows + scale * drawn(*rows.shape)) for scale in (0.02, 0.05)]
+    found = []
+    for program, how in ((Batched(module), "float32"), (Fused(module, DEVICE, precision), precision)):
+        with arithmetic(how):
+            relations = [program.relations(layers, other, x, real) for other in others]
+            like = Likeness(torch.full((ROWS, layers), 2.0, device=DEVICE), real, *relations)
+            gradients, scores = program.gradients(layout.views(rows), x, targets, weights, None, like)
+        whole = torch.cat(
+            [one.flatten(1) for one in gradients], dim=1
+        )  # a shift of all samples is not held, so that a bias has rounding
+        found.append([*relations, whole, scores])
+    for right, one in zip(*found, strict=True):
+        near(one, right, close)
 
 
 @pytest.mark.parametrize(("samples", "units"), [(6, 20), (70, 33)])

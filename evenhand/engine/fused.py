@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from evenhand.checks import EvenhandError
-from evenhand.engine.programs import Batched, FeedForward, Layer, Lean, Tensors, feed_forward_layers
+from evenhand.engine.programs import FeedForward, Layer, Lean, Tensors, feed_forward_layers
 from evenhand.models.networks import PooledConv2d
 
 WIDEST = 128  # samples, channels and classes that one program of the kernels holds at once
@@ -73,7 +74,6 @@ class Fused(FeedForward):
         self.opens = bool(self.opening.convolutions)
         self.precision = {"tf32": "tf32", "float32": "ieee"}[precision]
         self.stored = {"tf32": torch.float16, "float32": torch.float32}[precision]  # images and their errors
-        self._mapped = Batched(module)  # for what is not written out
 
     def check_range(self, inputs: Tensor) -> None:
         """Refuse samples of which float16 could not hold what convolutions make."""
@@ -130,15 +130,17 @@ class Fused(FeedForward):
             self._convolutions_back(tensors, kept, error, found, active)
         return scores
 
-    def _opened(self, tensors: Tensors, inputs: Tensor, active: Tensor | None = None) -> tuple[list[Any], Tensor]:
-        """What every convolution's way back needs, and what the linear layers are given."""
+    def _opened(
+        self, tensors: Tensors, inputs: Tensor, active: Tensor | None = None, most: int | None = None
+    ) -> tuple[list[Any], Tensor]:
+        """What every convolution's way back needs, and what the linear layers are given; most: only so many of them."""
         kept: list[Any] = []
         if not self.opens:
             return kept, inputs
         rows, samples = inputs.shape[:2]
         images = inputs.flatten(0, 1) if self.opening.form is None else self.opening.form(inputs.flatten(0, 1))
         images = self.convolutions.laid_out(images.unflatten(0, (rows, samples)).permute(0, 1, 3, 4, 2), self.stored)
-        for name, padding, relu in self.opening.convolutions:
+        for name, padding, relu in self.opening.convolutions[:most]:
             images, own = self.convolutions.convolve(
                 images,
                 tensors[f"{name}.weight"],
@@ -152,16 +154,29 @@ class Fused(FeedForward):
             kept.append(own)
         return kept, images.permute(0, 1, 4, 2, 3)  # a network flattens channel by channel
 
-    def _forward(self, tensors: Tensors, inputs: Tensor) -> list[Any]:
+    def _forward(self, tensors: Tensors, inputs: Tensor, seen: list[Tensor] | None = None) -> list[Any]:
         """What `_opened` keeps, then as in `FeedForward`."""
         kept, flat = self._opened(tensors, inputs)
-        return [*kept, *super()._forward(tensors, flat)]
+        if seen is not None:
+            seen += _answered(kept, flat)
+        return [*kept, *super()._forward(tensors, flat, seen)]
 
-    def _back(self, tensors: Tensors, activations: list[Any], error: Tensor, found: Tensors | None) -> Tensor:
+    def _answers(self, count: int, tensors: Tensors, inputs: Tensor) -> list[Tensor]:
+        kept, flat = self._opened(tensors, inputs, most=count)
+        return [*_answered(kept, flat), *super()._answers(count - len(kept), tensors, flat)]
+
+    def _back(
+        self,
+        tensors: Tensors,
+        activations: list[Any],
+        error: Tensor,
+        found: Tensors | None,
+        pushes: Sequence[Tensor] = (),
+    ) -> Tensor:
         count = len(self.opening.convolutions)
-        error = super()._back(tensors, activations[count:], error, found)
+        error = super()._back(tensors, activations[count:], error, found, pushes[count:])
         if count:
-            self._convolutions_back(tensors, activations[:count], error, found)
+            self._convolutions_back(tensors, activations[:count], error, found, pushes=pushes[:count])
         return error
 
     def _convolutions_back(
@@ -171,15 +186,24 @@ class Fused(FeedForward):
         error: Tensor,
         found: Tensors | None,
         active: Tensor | None = None,
+        pushes: Sequence[Tensor] = (),
     ) -> None:
+        """From the error of what the convolutions answer; pushes: what the first of them have of it besides."""
         rows, samples, high, wide, channels = kept[-1].winner.shape
+        if len(pushes) == len(kept):
+            error = error + pushes[-1].flatten(2)
+        between = pushes[: len(kept) - 1]
         # Errors may be small numbers, of which float16 has few: each row's are multiplied such that they are not.
         largest = torch.linalg.vector_norm(error, torch.inf, dim=2).amax(1)
+        for push in between:
+            largest = torch.maximum(largest, torch.linalg.vector_norm(push.flatten(1), torch.inf, dim=1))
         scale = torch.where(largest > 0, largest / LIFT, 1.0)
         shown = torch.empty(rows, samples, high, wide, channels, dtype=self.stored, device=error.device)
         places = error.view(rows, samples, channels, high, wide).permute(0, 1, 3, 4, 2)
         torch.div(places, scale.view(-1, 1, 1, 1, 1), out=shown)
         for depth, (name, padding, _) in reversed(list(enumerate(self.opening.convolutions))):
+            if depth < len(between):
+                shown += between[depth] / scale.view(-1, 1, 1, 1, 1)
             own = tensors[f"{name}.weight"], tensors[f"{name}.bias"]
             out = own if found is None else (torch.empty_like(own[0]), torch.empty_like(own[1]))
             shown = self.convolutions.convolution_back(
@@ -196,6 +220,11 @@ class Fused(FeedForward):
             )
             if found is not None:
                 found[f"{name}.weight"], found[f"{name}.bias"] = out
+
+
+def _answered(kept: list[Any], flat: Tensor) -> list[Tensor]:
+    """What convolutions answer, in the format of the samples: each the images of the next."""
+    return [*(own.images.to(flat.dtype) for own in kept[1:]), flat] if kept else []
 
 
 def _like(tensor: Tensor | None) -> Tensor | None:

@@ -12,7 +12,7 @@ All give the same numbers up to rounding (tested).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -60,6 +60,15 @@ class Likeness(NamedTuple):
         own = torch.stack([relations(layer, self.real) for layer in activations])
         near, far = ((own * other).sum((1, 2)) for other in (self.received, self.previous))
         return (self.strength * functional.softplus(far - near)).sum()
+
+    def pushes(self, activations: list[Tensor]) -> list[Tensor]:
+        """The loss's derivative by what the first layers answer, of all rows."""
+
+        def loss(activations: list[Tensor], *of_row: Tensor) -> Tensor:
+            return Likeness(*of_row).loss(activations)
+
+        found: list[Tensor] = vmap(grad(loss))(activations, *self)
+        return found
 
 
 def relations(activations: Tensor, real: Tensor) -> Tensor:
@@ -289,13 +298,13 @@ class FeedForward:
         self.layers = feed_forward_layers(module)
         if not self.layers:
             raise EvenhandError("this program trains networks of Flatten, Linear and ReLU layers alone")
-        self._mapped = Batched(module)  # for what is not written out here
 
     def scores(self, tensors: Tensors, inputs: Tensor) -> Tensor:
         return self._forward(tensors, inputs)[-1]
 
     def relations(self, count: int, tensors: Tensors, inputs: Tensor, real: Tensor) -> Tensor:
-        return self._mapped.relations(count, tensors, inputs, real)
+        answers = self._answers(count, tensors, inputs)
+        return torch.stack([vmap(relations)(layer, real) for layer in answers], dim=1)
 
     def gradients(
         self,
@@ -306,10 +315,14 @@ class FeedForward:
         lean: Lean | None = None,
         likeness: Likeness | None = None,
     ) -> tuple[list[Tensor], Tensor]:
-        if likeness is not None:
-            return self._mapped.gradients(tensors, inputs, targets, weights, lean, likeness)
         found: Tensors = {}
-        scores = self._through(tensors, inputs, targets, weights, lean, found, steady=True)
+        if likeness is None:
+            scores = self._through(tensors, inputs, targets, weights, lean, found, steady=True)
+        else:
+            seen: list[Tensor] = []
+            *activations, scores = self._forward(tensors, inputs, seen)
+            pushes = likeness.pushes(seen[: likeness.strength.shape[1]])
+            self._back(tensors, activations, self._error(scores, targets, weights, lean), found, pushes)
         return [found[name] for name in tensors], scores
 
     def step(
@@ -347,19 +360,29 @@ class FeedForward:
         self._back(tensors, activations, self._error(scores, targets, weights, lean), found)
         return scores
 
-    def _forward(self, tensors: Tensors, inputs: Tensor) -> list[Tensor]:
-        """Activations: the input of every linear layer, and the scores last."""
+    def _forward(self, tensors: Tensors, inputs: Tensor, seen: list[Tensor] | None = None) -> list[Tensor]:
+        """Activations: the input of every linear layer, and the scores last. seen: takes what every layer answers."""
         activations = [inputs.flatten(2)]
         for layer in self.layers:
-            activations.append(self._layer(tensors, layer, activations[-1]))
+            activations.append(self._layer(tensors, layer, activations[-1], seen))
         return activations
 
-    def _layer(self, tensors: Tensors, layer: Layer, x: Tensor) -> Tensor:
+    def _answers(self, count: int, tensors: Tensors, inputs: Tensor) -> list[Tensor]:
+        """What the first layers answer."""
+        answers, x = list[Tensor](), inputs.flatten(2)
+        for layer in self.layers[:count]:
+            x = self._layer(tensors, layer, x, answers)
+        return answers
+
+    def _layer(self, tensors: Tensors, layer: Layer, x: Tensor, seen: list[Tensor] | None = None) -> Tensor:
         weight = tensors[f"{layer.name}.weight"].transpose(1, 2)
         if layer.biased:
             out = torch.baddbmm(tensors[f"{layer.name}.bias"].unsqueeze(1), x, weight)
         else:
             out = torch.bmm(x, weight)
+        if seen is not None:
+            seen.append(out)
+            return out.relu() if layer.relu else out
         return out.relu_() if layer.relu else out
 
     def _error(self, scores: Tensor, targets: Tensor, weights: Tensor, lean: Lean | None) -> Tensor:
@@ -369,10 +392,22 @@ class FeedForward:
         error.mul_(weights.unsqueeze(2))
         return error if lean is None else error.add_(lean.error(scores))
 
-    def _back(self, tensors: Tensors, activations: list[Tensor], error: Tensor, found: Tensors | None) -> Tensor:
-        """From the scores' error down; returns the error below the linear layers, where others come before them."""
+    def _back(
+        self,
+        tensors: Tensors,
+        activations: list[Tensor],
+        error: Tensor,
+        found: Tensors | None,
+        pushes: Sequence[Tensor] = (),
+    ) -> Tensor:
+        """From the scores' error down; returns the error below the linear layers, where others come before them.
+
+        pushes: what the first layers' answers have of errors besides.
+        """
         for depth in reversed(range(len(self.layers))):
             below, gated = self._below(depth)
+            if depth < len(pushes):
+                error = error + pushes[depth]
             error = self._layer_back(tensors, self.layers[depth], activations[depth], error, below, gated, found)
         return error
 

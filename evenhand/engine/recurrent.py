@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from evenhand.checks import EvenhandError
 from evenhand.engine.fused import served
-from evenhand.engine.programs import Batched, FeedForward, Layer, Lean, Tensors, take, take_product
+from evenhand.engine.programs import Batched, FeedForward, Layer, Lean, Likeness, Tensors, take, take_product
 from evenhand.models.recurrent import LSTM, LastStep
 
 
@@ -55,6 +55,22 @@ class Recurrent(FeedForward):
     def scores(self, tensors: Tensors, inputs: Tensor) -> Tensor:
         courses = self._opened(tensors, inputs, keep=False)
         return super()._forward(tensors, courses[-1].hidden[:, -1])[-1]
+
+    def relations(self, count: int, tensors: Tensors, inputs: Tensor, real: Tensor) -> Tensor:
+        return self._mapped.relations(count, tensors, inputs, real)
+
+    def gradients(
+        self,
+        tensors: Tensors,
+        inputs: Tensor,
+        targets: Tensor,
+        weights: Tensor,
+        lean: Lean | None = None,
+        likeness: Likeness | None = None,
+    ) -> tuple[list[Tensor], Tensor]:
+        if likeness is not None:
+            return self._mapped.gradients(tensors, inputs, targets, weights, lean, likeness)
+        return super().gradients(tensors, inputs, targets, weights, lean)
 
     def _through(
         self,

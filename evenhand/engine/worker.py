@@ -69,8 +69,8 @@ class Worker:
         return trained, measured
 
     def train(self, rows: Tensor, received: Tensor | None, batches: Batches, columns: Columns) -> None:
-        """As `Local.train`; as a graph only in stretches, which are all alike."""
-        if self.replayed is None or batches.steps <= LONGEST:
+        """As `Local.train`."""
+        if self.replayed is None:
             self.local.train(rows, received, batches, columns)
         else:
             rows.copy_(self._trained(rows, received if columns.looks_back else None, batches, columns))
@@ -86,7 +86,10 @@ class Worker:
         }
         state = {name: tensor for name, tensor in carried.items() if tensor is not None}
         kept = tuple(state)
-        pieces = [batches.stretch(start, LONGEST) for start in range(0, batches.steps, LONGEST)]
+        pieces = [batches]
+        if batches.steps > LONGEST:
+            pieces = [batches.stretch(start, LONGEST) for start in range(0, batches.steps, LONGEST)]  # all alike
+        key = ("stretch", pieces[0].steps, pieces[0].steady)
 
         def work(**given: Tensor) -> tuple[Tensor, ...]:
             held = {name: given.pop(name) for name in kept}
@@ -96,7 +99,7 @@ class Worker:
             return tuple(held.values())
 
         for piece in pieces:
-            found = self.replayed(("stretch",), work, {**state, **piece.tensors(), **columns.named()})
+            found = self.replayed(key, work, {**state, **piece.tensors(), **columns.named()})
             state = dict(zip(kept, found, strict=True))
         return state["rows"]
 
