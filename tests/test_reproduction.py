@@ -201,7 +201,10 @@ def test_every_method_has_the_learning_rates_of_the_others():
         ("mfairfl/tableS3", "FairFed", "Bank", (0.804, 0.004, 0.013, 0.007, 0.009, 0.005, 0.009, 0.135), None),
         ("adafed/table1-setup2", "TERM", "", (64.15, 5.90, 56.21, 72.20), None),
         ("adafed/table3", "AdaFed", "FEMNIST-skewed", (92.21, 7.56, 9.44, 0.011), None),
-        ("adafed/table16", "AdaFed γ=10", "TinyImageNet", (17.05, 2.38, 12.58, 23.67), None),  # noqa: RUF001
+        ("adafed/table8", "DITTO", "", (86.31, 15.14, 56.91, 100.00), None),
+        ("adafed/table9", "FEDMGDA+", "", (14.00, 2.71, 9.88, 19.21), None),
+        ("adafed/table15", "AdaFed γ=0.01", "", (85.87, 15.54, 56.12, 99.95), None),  # noqa: RUF001
+        ("adafed/table16", "AdaFed γ=10", "", (17.05, 2.38, 12.58, 23.67), None),  # noqa: RUF001
         ("adafed/fig5", "AdaFed", "", (None, 400), None),
         ("fedlf/table9", "FedFV", "CIFAR-10 - 100% Online", (24806, 87105), None),
     ],

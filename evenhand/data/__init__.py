@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from evenhand.checks import EvenhandError, near_miss
-from evenhand.data import builtin, cifar, leaf, own, people, vision
+from evenhand.data import builtin, cifar, leaf, own, people, pictures, vision
 from evenhand.data.attributes import Attribute, Groups
 from evenhand.data.dataset import Dataset
 from evenhand.data.files import Alternatives, Shelf
@@ -143,6 +143,28 @@ ENTRIES: dict[str, Entry] = {
             cifar.cifar100,
             cifar.CIFAR100.folders,
             cifar.forms(cifar.CIFAR100),
+            fetched=True,
+        ),
+        Entry(
+            "cinic10",
+            "270,000",
+            "10",
+            "3x32x32",
+            "Darlow et al.",
+            pictures.cinic10,
+            pictures.CINIC10.folders,
+            pictures.forms(pictures.CINIC10),
+            fetched=True,
+        ),
+        Entry(
+            "tiny-imagenet",
+            "110,000",
+            "200",
+            "3x64x64",
+            "Stanford's CS231n",
+            pictures.tiny_imagenet,
+            pictures.TINY_IMAGENET.folders,
+            pictures.forms(pictures.TINY_IMAGENET),
             fetched=True,
         ),
         Entry(

@@ -16,7 +16,7 @@ import pickle
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from evenhand.data.optional import need
 DATA_VARIABLE = "EVENHAND_DATA"
 CACHE_VARIABLE = "EVENHAND_CACHE"
 
-Alternatives = tuple[str, ...]  # names under which one and the same file is found
+Alternatives = tuple[str, ...]  # names under which one and the same file is found; a folder's ends in "/"
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,11 @@ def _existing(folder: Path, said: str) -> Path:
 
 
 def _first(folder: Path, alternatives: Alternatives) -> Path | None:
-    return next((folder / name for name in alternatives if (folder / name).is_file()), None)
+    return next((folder / name for name in alternatives if _is_there(folder / name, name.endswith("/"))), None)
+
+
+def _is_there(path: Path, folder: bool) -> bool:
+    return path.is_dir() if folder else path.is_file()
 
 
 def cache_folder() -> Path:
@@ -248,6 +252,47 @@ def read_members(path: Path, members: Sequence[str]) -> dict[str, bytes]:
         if name not in found:
             raise EvenhandError(f"{path} does not hold {name}")
     return found
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Many small files: in a folder, or still in a tar or zip archive, from which nothing is unpacked to disk."""
+
+    path: Path
+
+    def names(self) -> list[str]:
+        """The paths of all files, with "/" between folders, sorted; hidden files are none of a data set's."""
+        if self.path.is_dir():
+            walk = os.walk(self.path, followlinks=True)
+            inside = ((Path(folder).relative_to(self.path), files) for folder, _, files in walk)
+            found = [(folder / file).as_posix() for folder, files in inside for file in files]
+        else:
+            found = [name for name, _ in self._unpacked(None)]
+        return sorted(name for name in found if not name.rpartition("/")[2].startswith("."))
+
+    def read(self, names: Collection[str]) -> Iterator[tuple[str, bytes]]:
+        """Some of the files, one at a time with its path, in whatever order is cheapest."""
+        if self.path.is_dir():
+            return ((name, (self.path / name).read_bytes()) for name in names)
+        return self._unpacked(names)
+
+    def _unpacked(self, names: Collection[str] | None) -> Iterator[tuple[str, bytes]]:
+        """An archive's files in its order: those named with what they hold, or (None) all of them without."""
+        try:
+            if self.path.suffix == ".zip":
+                with zipfile.ZipFile(self.path) as packed:
+                    for member in packed.infolist():
+                        if not member.is_dir() and (names is None or member.filename in names):
+                            yield member.filename, b"" if names is None else packed.read(member)
+                return
+            with tarfile.open(self.path) as archive:
+                for entry in archive:
+                    name = entry.name.removeprefix("./")
+                    if entry.isfile() and (names is None or name in names):
+                        stream = None if names is None else archive.extractfile(entry)
+                        yield name, stream.read() if stream else b""
+        except (tarfile.TarError, zipfile.BadZipFile, EOFError, OSError, zlib.error) as failure:
+            raise EvenhandError(f"{self.path} is truncated or not an archive ({failure})") from failure
 
 
 def unpickle(raw: bytes, said: str) -> Any:

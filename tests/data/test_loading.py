@@ -83,7 +83,7 @@ def test_synthetic_sizes_and_seed():
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("fasion-mnist", {}, r"unknown data set 'fasion-mnist'; did you mean 'fashion-mnist'\? .* lists all 18"),
+        ("fasion-mnist", {}, r"unknown data set 'fasion-mnist'; did you mean 'fashion-mnist'\? .* lists all 20"),
         ("synthetic", {}, "needs two numbers, such as synthetic:1,1"),
         ("synthetic:1", {}, "needs two numbers"),
         ("synthetic:1,x", {}, "needs two numbers"),
