@@ -206,7 +206,7 @@ class Reproduction:
             said.append(f"seeds {', '.join(map(str, self.seeds))} instead of {', '.join(map(str, own))}")
         if len(self.rows) < len(self.recipe.rows):
             said.append(f"{len(self.rows)} of {len(self.recipe.rows)} rows")
-        if self.only_parts:
+        if self.only_parts and len(self.only_parts) < len(self.recipe.parts):
             said.append(f"{len(self.only_parts)} of {len(self.recipe.parts)} parts")
         if self.missing:
             said.append(f"{self.missing} of {self.missing + len(self.tasks)} rows, counted in every part, not run yet")

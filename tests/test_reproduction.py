@@ -515,6 +515,8 @@ def test_parts_are_run_one_by_one(tiny, tmp_path):
     assert found.scaled_down() == ["1 of 3 rows", "1 of 2 parts"]
     assert "There" not in found.markdown().split("## How")[0]
     assert "There" not in str(found)
+    every = reproduce(tiny, only=["FedAvg"], parts=["Here", "There"], quirks="off", stored=True, data_dir=tmp_path)
+    assert not [said for said in every.scaled_down() if "parts" in said]
     with pytest.raises(eh.EvenhandError, match="has no part 'Nowhere'"):
         reproduce(tiny, parts=["Nowhere"])
 
