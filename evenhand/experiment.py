@@ -281,10 +281,14 @@ def prepare(
     methods: Sequence[Method] | None = None,
     dataset: Dataset | None = None,
     redraw: Callable[[Partition, int], Partition] | None = None,
+    *,
+    rates: Sequence[float] | None = None,
+    forgiving: bool = False,
 ) -> Simulation:
     """Load the data, draw partitions and initial models, and set up one replica for every method and seed.
 
-    redraw: makes the partition that is used of the one that was drawn, and the seed.
+    redraw: makes the partition that is used of the one that was drawn, and the seed. rates: each method's learning
+    rate, where they differ. forgiving: a replica that diverges does not end the others.
     """
     for chosen in methods or [experiment.method]:
         can_simulate(chosen)
@@ -303,9 +307,10 @@ def prepare(
             drawn = redraw(drawn, seed)
         experiment.sampling.count(drawn.clients)  # a cohort that is too large is refused before the first round
         parted[seed] = (drawn, Shape.of(module).flat(module).to(device))
-    for chosen in methods or [experiment.method]:
+    chosen_methods = methods or [experiment.method]
+    for chosen, rate in zip(chosen_methods, rates or [experiment.work.lr] * len(chosen_methods), strict=True):
         for seed, (drawn, start) in parted.items():
-            replicas.append(Replica(seed, chosen, drawn, start.clone()))
+            replicas.append(Replica(seed, chosen, drawn, start.clone(), lr=rate))
     assert module is not None
     settings = Settings(
         rounds=experiment.rounds,
@@ -317,6 +322,7 @@ def prepare(
         precision=experiment.precision,
         chunk=experiment.chunk,
         keep_on=None if experiment.keep_on == AUTO else torch.device(experiment.keep_on),
+        forgiving=forgiving,
     )
     return Simulation(dataset, module, replicas, settings, device)
 
@@ -399,8 +405,9 @@ def runs_of(experiment: Experiment, recorder: Recorder) -> list[Run]:
     for replica, record in zip(simulation.replicas, recorder.records, strict=True):
         shared = simulation.shape.views(replica.evaluated.unsqueeze(0))
         own = None if replica.personal is None else simulation.shape.views(replica.personal)
+        work = experiment.work if replica.lr is None else replace(experiment.work, lr=replica.lr)
         one = Run(
-            replace(experiment, method=replica.method, seeds=(replica.seed,)),
+            replace(experiment, method=replica.method, work=work, seeds=(replica.seed,)),
             replica.seed,
             record.names,
             record.test_samples,
@@ -414,6 +421,7 @@ def runs_of(experiment: Experiment, recorder: Recorder) -> list[Run]:
             holdings=simulation.holdings(replica),
             facts=known,
             seconds=record.seconds,
+            diverged=replica.diverged,
         )
         runs.append(one)
     return runs

@@ -28,11 +28,10 @@ from evenhand.data import Dataset
 from evenhand.experiment import Experiment, data_at_hand, prepare, runs_of
 from evenhand.folders import writing
 from evenhand.measuring import curve, measured
-from evenhand.methods import Method
 from evenhand.methods.base import ServerStep
 from evenhand.processes import side_by_side
 from evenhand.recipe import Part, Recipe, Row, Settings, listed
-from evenhand.recording import Diverged, Progress, Recorder, Status
+from evenhand.recording import Progress, Recorder, Status
 from evenhand.runs import Run
 from evenhand.storage import write_bytes
 
@@ -106,12 +105,6 @@ class Program:
         said = f"{first.part.name}: {said}" if first.part.name else said
         return f"trial, {said}" if first.stage == "trial" else said
 
-    def divided(self) -> list[Program]:
-        """Each task alone, or else each seed alone."""
-        if len(self.tasks) > 1:
-            return [Program(self.experiment, [task]) for task in self.tasks]
-        return [Program(replace(self.experiment, seeds=(seed,)), self.tasks) for seed in self.seeds]
-
     def halves(self) -> list[Program]:
         """Half of the tasks each, or else half of the seeds."""
         if len(self.tasks) > 1:
@@ -134,6 +127,8 @@ class Wanted:
 
     def of(self, task: Task, run: Run, seconds: float) -> Result:
         where = machine_of(task.experiment)
+        if run.diverged is not None:
+            return Result(dict.fromkeys(self.measures, math.nan), seconds, run.diverged, machine=where)
         found = {name: measured(run, name) for name in self.measures}
         return Result(found, seconds, series=self._series(task, run), machine=where)
 
@@ -159,26 +154,14 @@ Outcomes = dict[tuple[str, int], Result]
 
 
 def outcomes(program: Program, wanted: Wanted, progress: Progress | None = None) -> Outcomes:
-    """What a program gives.
-
-    A run that diverges does not take the others with it: they are then run apart. What is too much for a GPU's memory
-    is run in halves.
-    """
+    """What a program gives; what is too much for a GPU's memory is run in halves."""
     experiment, tasks = program.experiment, program.tasks
-    alone = len(tasks) == len(program.seeds) == 1
     smaller: list[Program] = []
     started = perf_counter()
     try:
-        methods = [task.experiment.method for task in tasks]
-        runs = played(experiment, methods, _data(experiment, wanted.parts), progress, program.label)
-    except Diverged as end:
-        if alone:
-            nothing = dict.fromkeys(wanted.measures, math.nan)
-            lost = Result(nothing, 0.0, end.round, machine=machine_of(experiment))
-            return {(tasks[0].digest, program.seeds[0]): lost}
-        smaller = program.divided()
+        runs = played(program, _data(experiment, wanted.parts), progress)
     except torch.cuda.OutOfMemoryError as error:
-        if alone:
+        if len(tasks) == len(program.seeds) == 1:
             raise EvenhandError(
                 f"{program.label}: even one run is too much for the GPU's memory; run fewer programs at a time (--jobs)"
             ) from error
@@ -204,15 +187,15 @@ def _data(experiment: Experiment, parts: Sequence[str]) -> Dataset:
         raise EvenhandError(f"{error}{hint}") from error
 
 
-def played(
-    experiment: Experiment, methods: Sequence[Method], dataset: Dataset, progress: Progress | None, label: str
-) -> list[list[Run]]:
-    """Every method under every seed as one program."""
-    simulation = prepare(experiment, methods, dataset)
-    recorder = Recorder(simulation, None, progress=progress, label=label)
+def played(program: Program, dataset: Dataset, progress: Progress | None) -> list[list[Run]]:
+    """Every task's runs, a seed each. One that diverges does not take the others with it."""
+    told = [task.experiment for task in program.tasks]
+    methods, rates = [one.method for one in told], [one.work.lr for one in told]
+    simulation = prepare(program.experiment, methods, dataset, rates=rates, forgiving=True)
+    recorder = Recorder(simulation, None, progress=progress, label=program.label)
     recorder.run()
-    found = iter(runs_of(experiment, recorder))
-    return [[next(found) for _ in experiment.seeds] for _ in methods]
+    found = iter(runs_of(program.experiment, recorder))
+    return [[next(found) for _ in program.seeds] for _ in methods]
 
 
 class Runner:
@@ -272,7 +255,7 @@ class Runner:
             self._write(task, program.seeds)
 
     def _programs(self, tasks: Sequence[Task], seeds: Sequence[int]) -> Iterator[Program]:
-        """Tasks that differ in the method alone and train alike, with the seeds that they still need."""
+        """Tasks that differ in method and learning rate alone and train alike, with the seeds that they still need."""
         groups: dict[str, list[Task]] = {}
         once = {task.digest: task for task in tasks}
         for task in once.values():
@@ -280,6 +263,7 @@ class Runner:
             if missing:
                 method = task.experiment.method
                 shared = {name: value for name, value in task.experiment.to_dict().items() if name != "method"}
+                shared["work"] = {**shared["work"], "lr": None}
                 apart = method.objective.name if method.objective.name in APART else ""
                 asking = type(method.server).lengths is not ServerStep.lengths  # nobody should wait for a line search
                 kind = [shared, method.training, apart, asking, missing]

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from evenhand import storage
-from evenhand.checks import EvenhandError, NoUsableClient, choice, near_miss, number
+from evenhand.checks import EvenhandError, choice, near_miss, number
 from evenhand.counts import MEASURES as GROUP_MEASURES
 from evenhand.data import Dataset, Partition, Split
 from evenhand.experiment import Experiment, chosen_experiment, load_data, prepare
@@ -172,7 +172,8 @@ class Tuned:
         shown = [name for _, name in Judgement.read(self.by).terms]
         rows = [(*names, self.by, *(name for name in shown if name != self.by), "seeds")]
         for trial in self.trials[:SHOWN]:
-            spread = f" ± {np.std(trial.scores, ddof=1):.4f}" if len(trial.scores) > 1 else ""
+            several = len(trial.scores) > 1 and math.isfinite(trial.score)
+            spread = f" ± {np.std(trial.scores, ddof=1):.4f}" if several else ""
             told = [
                 f"{np.mean([entry[name] for entry in trial.seeds.values()]):.4f}" for name in shown if name != self.by
             ]
@@ -365,22 +366,12 @@ class _Desk:
     def _played(
         self, wanted: Sequence[Mapping[str, Any]], places: Sequence[int]
     ) -> list[tuple[int, dict[int, dict[str, float]]]]:
-        """What settings reach; where one of them diverges, the others run without it."""
-        try:
-            return self._together(wanted, places)
-        except NoUsableClient:
-            if len(wanted) == 1:
-                lost = {name: math.nan for _, name in self.judged.terms}
-                return [(places[0], dict.fromkeys(self.experiment.seeds, lost))]
-            half = len(wanted) // 2
-            return self._played(wanted[:half], places[:half]) + self._played(wanted[half:], places[half:])
-
-    def _together(
-        self, wanted: Sequence[Mapping[str, Any]], places: Sequence[int]
-    ) -> list[tuple[int, dict[int, dict[str, float]]]]:
+        """What settings reach, trained as one program; one that diverges does not take the others with it."""
         told = [_with(self.experiment, settings) for settings in wanted]
         methods = [one.method for one in told]
-        simulation = prepare(told[0], methods, self.dataset, lambda drawn, seed: held_back(drawn, self.hold_out, seed))
+        simulation = prepare(
+            told[0], methods, self.dataset, lambda drawn, seed: held_back(drawn, self.hold_out, seed), forgiving=True
+        )
         simulation.run(after_round=self._after_round if self.progress is not None else None)
         found: list[tuple[int, dict[int, dict[str, float]]]] = []
         replicas = iter(simulation.replicas)
@@ -390,7 +381,8 @@ class _Desk:
                 replica = next(replicas)
                 tested = replica.partition.test.sizes
                 run = Run(told[0], seed, (), tested, [], replica.evaluations, cells=simulation.cells)
-                seeds[seed] = {name: value for name, value in run.measures().items() if name != "round"}
+                lost = replica.diverged is not None
+                seeds[seed] = {n: math.nan if lost else value for n, value in run.measures().items() if n != "round"}
             found.append((place, seeds))
         return found
 

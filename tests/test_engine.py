@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.func import functional_call
 
-from evenhand.checks import EvenhandError
+from evenhand.checks import EvenhandError, NoUsableClient
 from evenhand.engine import worker
 from evenhand.engine.batches import Batches, Cohort, join, packed, plan, plan_together, unpadded
 from evenhand.engine.choice import choose_program
@@ -896,6 +896,62 @@ def test_foreseen_rounds_of_clients_alike_are_the_rounds(settings, measure, fore
 def test_a_rule_that_listens_is_not_foreseen(name, foresight):
     as_on_a_gpu(name, **(GROUPED if name == "fedavg-f" else MANY)).run()
     assert not any(foresight["foreseen"])
+
+
+def several(names: list[str], rates: list[float], *, together: bool, **more):
+    """Methods with a learning rate each, one after another as on a CPU or together as on a GPU."""
+    chosen = Experiment().with_settings({**SMALL, **MANY, "work.lr_decay": 0.9, "rounds": 4, "device": "cpu", **more})
+    made = prepare(chosen, [method(name) for name in names], rates=rates, forgiving=True)
+    if together:
+        made.together, made.worker.replayed = True, Overwritten()
+    return made
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("names", [["fedavg", "fedprox:mu=1"], ["fedlf", "even", "fedmdfg", "ditto"]])
+def test_replicas_may_have_learning_rates_of_their_own(names, together):
+    rates = [0.03, 0.1, 0.2, 0.05][: len(names)]
+    made = several(names, rates, together=together, seeds=[0, 5])
+    made.run()
+    for number, replica in enumerate(made.replicas):
+        name, rate = names[number // 2], rates[number // 2]
+        alone = several([name], [9.0], together=False, seeds=[replica.seed])
+        alone.replicas[0].lr, alone.settings = None, replace(alone.settings, work=replace(alone.settings.work, lr=rate))
+        alone.run()
+        expected = alone.replicas[0].model
+        assert torch.linalg.norm(replica.model - expected) <= 1e-4 * torch.linalg.norm(expected)
+        np.testing.assert_allclose(replica.evaluations[-1]["losses"], alone.replicas[0].evaluations[-1]["losses"], 1e-3)
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("name", ["fedavg", "fedlf", "fedfa", "ditto"])
+def test_one_that_diverges_stands_still_and_the_others_go_on(name, together):
+    made = several([name] * 3, [0.1, 1e30, 0.05], together=together)
+    with np.errstate(all="ignore"):
+        made.run()
+    well, wild, other = made.replicas
+    assert [one.diverged for one in made.replicas] == [None, 1, None]
+    start = several([name], [0.1], together=False).replicas[0].model
+    assert torch.equal(wild.model, start)
+    assert wild.rounds[0]["note"] == "no client's update is finite: the model stays"
+    for replica, rate in ((well, 0.1), (other, 0.05)):
+        alone = several([name], [rate], together=False)
+        alone.run()
+        expected = alone.replicas[0].model
+        assert torch.linalg.norm(replica.model - expected) <= 1e-4 * torch.linalg.norm(expected)
+        assert len(replica.rounds) == 4
+
+
+def test_where_all_have_diverged_nothing_goes_on():
+    made = several(["fedavg", "fedlf"], [1e30, 1e30], together=True)
+    with np.errstate(all="ignore"):
+        made.run()
+    assert made.round == 1
+    made.settings = replace(made.settings, forgiving=False)
+    for replica in made.replicas:
+        replica.diverged = None
+    with np.errstate(all="ignore"), pytest.raises(NoUsableClient, match="seed 0: no usable client"):
+        made.run()
 
 
 @pytest.mark.parametrize("case", ["bad client", "bad clients", "cancels", "faint"])

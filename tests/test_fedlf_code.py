@@ -153,7 +153,7 @@ def test_methods_that_train_otherwise_share_a_program():
     named = ("fedavg", "fedprox:fedlf_code=true", "ditto:fedlf_code=true", "fedfa:accuracies=trained")
     methods = [eh.method(name) for name in named]
     apart, together = prepare(experiment, methods), prepare(experiment, methods)
-    together.groups = [together.replicas]
+    together.together = True
     apart.run()
     together.run()
     for one, other in zip(apart.replicas, together.replicas, strict=True):

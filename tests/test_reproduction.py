@@ -17,6 +17,7 @@ from alive import alive, gone
 import evenhand as eh
 from evenhand import cli, recipe, reproduction, reruns
 from evenhand.checks import EvenhandError
+from evenhand.experiment import Experiment
 from evenhand.figures import _bins
 from evenhand.recipe import FOLDER, find_recipe, read_recipe
 from evenhand.reproduction import FAILS, HOLDS, UNTOLD, Result, reproduce
@@ -439,10 +440,10 @@ def test_what_is_too_much_for_a_gpu_is_run_in_halves(tiny, tmp_path, monkeypatch
     whole = reproduce(tiny, out=tmp_path / "whole", together=20)
     played, most = reruns.played, [0]
 
-    def little_memory(experiment, methods, *rest):
-        if len(methods) * len(experiment.seeds) > 1 + most[0]:
+    def little_memory(program, *rest):
+        if len(program.tasks) * len(program.seeds) > 1 + most[0]:
             raise torch.cuda.OutOfMemoryError("CUDA out of memory")
-        return played(experiment, methods, *rest)
+        return played(program, *rest)
 
     monkeypatch.setattr(reruns, "played", little_memory)
     apart = reproduce(tiny, out=tmp_path / "apart", together=20)
@@ -459,6 +460,22 @@ def test_what_diverges_takes_nobody_with_it(tiny, tmp_path):
     assert "diverged under 2 of 2 seeds" in str(found)
     assert np.isfinite(found.cells(False)[0][2].mean)
     assert reproduce(tiny, only=["FedAvg", "Wild"], quirks="off", out=tmp_path / "out").ran == 0
+
+
+def test_rows_that_differ_in_learning_rates_share_a_program_on_a_gpu(tiny, monkeypatch):
+    apart, seen, played = reproduce(tiny, quirks="off"), [], reruns.played
+
+    def watched(program, *rest):
+        seen.append([task.experiment.work.lr for task in program.tasks])
+        return played(replace(program, experiment=replace(program.experiment, device="cpu")), *rest)
+
+    monkeypatch.setattr(Experiment, "torch_device", lambda chosen: torch.device(chosen.device.replace("auto", "meta")))
+    monkeypatch.setattr(reruns, "played", watched)
+    together = reproduce(tiny, quirks="off", together=20)
+    assert any(len(set(rates)) > 1 for rates in seen)
+    assert {who: one.measures for who, one in together.results.items()} == {
+        who: pytest.approx(one.measures) for who, one in apart.results.items()
+    }
 
 
 # ------------------------------------------------------------------------------------------------ rows and parts

@@ -58,7 +58,9 @@ def test_the_test_data_has_no_say(monkeypatch):
     monkeypatch.setattr(
         tuning,
         "prepare",
-        lambda chosen, methods, dataset, redraw: prepare(chosen, methods, dataset, lambda _, seed: redraw(drawn, seed)),
+        lambda chosen, methods, dataset, redraw, **how: prepare(
+            chosen, methods, dataset, lambda _, seed: redraw(drawn, seed), **how
+        ),
     )
     other = tune("qffl", space={"q": [0.0, 5.0], "lr": [0.05, 0.3]}, **SMALL)
     assert [trial.settings for trial in other.trials] == [trial.settings for trial in found.trials]
@@ -192,6 +194,7 @@ def test_a_setting_that_diverges_loses_and_the_others_go_on():
     assert len(found.trials) == 4
     assert scores[1e30] == -np.inf
     assert np.isfinite(scores[0.1])
+    assert "-inf" in str(found)
     with pytest.raises(EvenhandError, match="no trial reached a finite score"):
         tune("qffl", space={"lr": [1e30]}, **SMALL)
 
@@ -202,9 +205,9 @@ def test_a_setting_that_diverges_loses_and_the_others_go_on():
 def test_a_search_goes_on_where_it_stopped(tmp_path, monkeypatch):
     place, space = tmp_path / "trials.csv", {"q": [0.1, 1.0], "lr": [0.05, 0.1]}
     first = tune("qffl", space={**space, "lr": [0.05]}, seeds=2, out=place, **SMALL)
-    played, together = [], tuning._Desk._together
+    played, play = [], tuning._Desk._played
     monkeypatch.setattr(
-        tuning._Desk, "_together", lambda self, wanted, places: played.extend(wanted) or together(self, wanted, places)
+        tuning._Desk, "_played", lambda self, wanted, places: played.extend(wanted) or play(self, wanted, places)
     )
     found = tune("qffl", space=space, seeds=2, out=place, **SMALL)
     assert sorted(played, key=str) == [{"q": 0.1, "lr": 0.1}, {"q": 1.0, "lr": 0.1}]

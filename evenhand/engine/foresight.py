@@ -56,8 +56,9 @@ class Foresight:
 
 
 def _foreseeable(replica: Replica) -> bool:
-    """After the first round, in which a replica's state is made."""
-    return replica.state is not None and replica.course is None and foreseeable(replica.method)
+    """After the first round, in which a replica's state is made, and while its clients' updates are finite."""
+    going = replica.state is not None and replica.diverged is None
+    return going and replica.course is None and foreseeable(replica.method)
 
 
 def as_foreseen(begun: Begun, foreseen: Foreseen, answers: list[Floats]) -> list[dict[str, Any]] | None:

@@ -42,6 +42,7 @@ class Replica:
     method: Method
     partition: Partition
     model: Tensor
+    lr: float | None = None  # of its clients, where it is not the settings'
     state: State | None = None
     offset: Tensor | None = None  # of the model to evaluate, where a method evaluates another one
     personal: Tensor | None = None  # one model a client, where the objective trains them
@@ -52,6 +53,7 @@ class Replica:
     predicted: Integers | None = field(default=None, repr=False)  # last evaluation, clients x cells x classes
     pooled: Samples | None = field(default=None, repr=False)
     course: Course | None = field(default=None, repr=False)  # where labels are corrected
+    diverged: int | None = None  # the round in which no client's update was finite any more, counted from 1
 
     @cached_property
     def trained(self) -> Split:
@@ -88,6 +90,7 @@ class Settings:
     precision: str = "tf32"  # of local training and evaluation on a GPU (PRECISIONS)
     chunk: int | None = None  # rows trained at once; None is all
     keep_on: torch.device | None = None  # where absent clients' updates are kept, if not on the device
+    forgiving: bool = False  # a replica that diverges stands still and the others go on; else it ends them all
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,7 @@ from evenhand.transfer import Awaited, sent, to_numpy
 from evenhand.updates import Layout, Updates, read_updates
 
 NOBODY = "no client answered: the model stays"
+DIVERGED = "no client's update is finite: the model stays"
 
 
 class Simulation:
@@ -135,7 +136,7 @@ class Simulation:
         last = self.settings.rounds if until is None else min(until, self.settings.rounds)
         if self.round == 0 and not self.replicas[0].evaluations:
             self.evaluate()
-        while self.round < last:
+        while self.round < last and not all(replica.diverged for replica in self.replicas):
             self._play(last)
             self.round += 1
             if self.round % self.settings.eval_every == 0 or self.round == self.settings.rounds:
@@ -146,8 +147,12 @@ class Simulation:
     # ------------------------------------------------------------------------------------------------ one round
 
     def _play(self, last: int) -> None:
-        for group in [self.replicas] if self.together else [[replica] for replica in self.replicas]:
-            self._play_together(group, last)
+        if self.together:  # one that stands still goes on in the others' program, whose shape is theirs
+            self._play_together(self.replicas, last)
+            return
+        for replica in self.replicas:
+            if not replica.diverged:
+                self._play_together([replica], last)
 
     def _play_together(self, replicas: list[Replica], last: int) -> None:
         """One round of some replicas, whose rows are trained as one program."""
@@ -277,17 +282,22 @@ class Simulation:
         told = self.cells is not None and any(map(looks_at_groups, methods))
         return ready.round < last and len(ready.owner) > 0 and not told
 
+    def _rate(self, replica: Replica, round: int) -> float:
+        """The learning rate of a replica's clients."""
+        return self.settings.work.rate(round, replica.lr)
+
     def _models(self, models: list[Tensor]) -> Tensor:
         """As rows."""
         return models[0].unsqueeze(0) if len(models) == 1 else torch.stack(models)
 
     def _columns(self, ready: Ready, pulls: Sequence[float], told: Told | None = None) -> Columns:
         """What differs from row to row because it differs from replica to replica; kept like the owners."""
-        work, rate = self.settings.work, self.settings.work.rate(ready.round)
+        work = self.settings.work
         momenta = [getattr(replica.method.objective, "client_momentum", work.momentum) for replica in ready.replicas]
+        rates = [(replica.method, self._rate(replica, ready.round)) for replica in ready.replicas]
         sharp = [sharpness(replica.method) if told is not None else 0.0 for replica in ready.replicas]
         named = {
-            "rates": [pace_of(replica.method, rate) * rate for replica in ready.replicas],
+            "rates": [pace_of(method, rate) * rate for method, rate in rates],
             "momentum": momenta,
             "pull": list(pulls),
             "sharpness": sharp,
@@ -338,8 +348,8 @@ class Simulation:
         self, models: Tensor, ready: Ready, measuring: bool, told: Told | None, shares: Shares | None
     ) -> tuple[Tensor, ...]:
         """Every row's update, and loss and accuracy of the model it received; where all arrive, `_answers`."""
-        rate = self.settings.work.rate(ready.round)
-        columns = self._columns(ready, [pull_of(replica.method, rate) for replica in ready.replicas], told)
+        pulls = [pull_of(replica.method, self._rate(replica, ready.round)) for replica in ready.replicas]
+        columns = self._columns(ready, pulls, told)
         columns = self._looking_back(models, ready, self._leashed(ready, columns))
         if self.worker.replayed is None and (self._rows is None or len(self._rows) != len(ready.owner)):
             self._rows = torch.empty(len(ready.owner), self.shape.total, device=self.device)  # fresh memory is slow
@@ -525,8 +535,8 @@ class Simulation:
         products: list[Floats],
         measured: tuple[Floats, Floats] | None,
         trained: tuple[Floats, Floats] | None,
-    ) -> Verdict:
-        """What the rule of one replica answers to those who arrived."""
+    ) -> Verdict | None:
+        """What the rule of one replica answers to those who arrived; None where it has diverged."""
         ready, turn, told = begun.ready, begun.turns[number], begun.told
         replica, rows = ready.replicas[number], ready.rows(number)
         trials: list[Floats] = []
@@ -561,7 +571,7 @@ class Simulation:
             values={name: column for name, column in columns.items() if column is not None},
             overall={name: value for name, value in fairness.items() if name == "fairness_global"},
             state=replica.state,
-            lr=self.settings.work.rate(self.round),
+            lr=self._rate(replica, self.round),
             evaluate=trial_losses,
             on_bad="exclude",
             seed=replica.seed,
@@ -569,7 +579,10 @@ class Simulation:
         try:
             return Verdict(opened.weigh(*settle(turn.given, turn.past, products)), losses, trials)
         except NoUsableClient as error:
-            raise NoUsableClient(f"seed {replica.seed}: {error}") from error
+            if not self.settings.forgiving:
+                raise NoUsableClient(f"seed {replica.seed}: {error}") from error
+            replica.diverged = replica.diverged or self.round + 1
+            return None
 
     def _serve(self, begun: Begun, verdicts: Sequence[Verdict | None]) -> list[Aggregate | None]:
         """Every replica's server step: its new model and what its method carries."""
@@ -603,7 +616,7 @@ class Simulation:
         record: dict[str, Any] = {"round": self.round, "asked": asked.tolist(), "lost": asked[lost].tolist()}
         ready.replicas[number].rounds.append(record)
         if verdict is None or out is None:
-            record["note"] = NOBODY
+            record["note"] = DIVERGED if answered else NOBODY
             return
         losses, trials = [] if verdict.losses is None else verdict.losses.tolist(), len(verdict.trials)
         record |= self._told(losses, out.coefficients.tolist(), out.diagnostics.record(), answered, len(asked), trials)

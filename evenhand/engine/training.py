@@ -58,8 +58,9 @@ class LocalWork:
         if self.clip is not None:
             number("clip", self.clip, above=0.0)
 
-    def rate(self, round: int) -> float:
-        return self.lr * self.lr_decay**round
+    def rate(self, round: int, lr: float | None = None) -> float:
+        """The learning rate of a round; lr: another one to begin with."""
+        return (self.lr if lr is None else lr) * self.lr_decay**round
 
 
 @dataclass(frozen=True)
