@@ -35,7 +35,15 @@ from evenhand.recording import Progress, Recorder, Status
 from evenhand.runs import Run
 from evenhand.storage import write_bytes
 
-APART = ("personal", "similarity", "correction")  # objectives that carry models or stages of their own
+# Objectives that the others do not share a program with: those that carry models or stages of their own, and those that
+# add something to every step, which would then be as long for all.
+APART = {
+    "personal": "personal",
+    "similarity": "similarity",
+    "correction": "correction",
+    "proximal": "added",
+    "client-momentum": "added",
+}
 CSV, SERIES = "results.csv", "series.csv"
 # What does not change a number, or has a column of its own.
 ASIDE = ("seeds", "device", "data_dir", "program", "precision", "chunk", "keep_on", "eval_every", "measure")
@@ -264,7 +272,7 @@ class Runner:
                 method = task.experiment.method
                 shared = {name: value for name, value in task.experiment.to_dict().items() if name != "method"}
                 shared["work"] = {**shared["work"], "lr": None}
-                apart = method.objective.name if method.objective.name in APART else ""
+                apart = APART.get(method.objective.name, "")
                 asking = type(method.server).lengths is not ServerStep.lengths  # nobody should wait for a line search
                 kind = [shared, method.training, apart, asking, missing]
                 groups.setdefault(json.dumps(kind, sort_keys=True, default=str), []).append(task)

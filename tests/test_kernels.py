@@ -263,9 +263,9 @@ def test_small_networks_train_by_the_kernels(module, inputs, samples, precision,
         expected, scores = Batched(module).gradients(layout.views(rows), x, targets, weights)
     with arithmetic(precision):
         found, said = program.gradients(layout.views(rows), x, targets, weights)
-        moved, half, steady = rows.clone(), rows.clone(), rows.clone()
+        moved, half, full = rows.clone(), rows.clone(), rows.clone()
         program.step(layout.views(moved), x, targets, weights)
-        program.step(layout.views(steady), x, targets, weights, steady=True)
+        program.step(layout.views(full), x, targets, weights, full=True)
         weights[1] = 0.0
         program.step(layout.views(half), x, targets, weights)
     near(said, scores, close)
@@ -273,9 +273,62 @@ def test_small_networks_train_by_the_kernels(module, inputs, samples, precision,
         near(one, right, close)
     for view, start, own in zip(layout.views(moved).values(), layout.views(rows).values(), found, strict=True):
         torch.testing.assert_close(view, start - own)
-    assert torch.equal(steady, moved)
+    assert torch.equal(full, moved)
     torch.testing.assert_close(half[0], moved[0])
     assert torch.equal(half[1], rows[1])
+
+
+@pytest.fixture
+def spoiled(monkeypatch):
+    """Memory that nobody has written to holds NaN."""
+
+    def filled(make):
+        def made(*given, **named):
+            found = make(*given, **named)
+            return found.fill_(torch.nan if found.is_floating_point() else 3)
+
+        return made
+
+    monkeypatch.setattr(torch, "empty", filled(torch.empty))
+    monkeypatch.setattr(torch, "empty_like", filled(torch.empty_like))
+    monkeypatch.setattr(torch.Tensor, "new_empty", filled(torch.Tensor.new_empty))
+
+
+@pytest.mark.parametrize("samples", [7, 133])  # of more than 128 the linear layers are the library's
+@pytest.mark.parametrize("module", [linear_layers(30, 20, 4), convolutions(3), convolutions(16)])
+def test_padding_changes_nothing(module, samples, spoiled, monkeypatch):
+    """Behind the samples that count: of some a few, of some most, of some all are padding."""
+    convolved = module[0].__class__ is nn.Unflatten
+    if convolved and samples > 100 and not torch.cuda.is_available():
+        pytest.skip("slow in the interpreter")
+    monkeypatch.setattr("evenhand.engine.fused.served", lambda device: True)
+    layout = Shape.of(module)
+    rows = layout.flat(module.cpu()).to(DEVICE).repeat(4, 1)
+    module = module.to(DEVICE)
+    x = drawn(4, samples, 196 if convolved else 30)
+    targets = torch.arange(4 * samples, device=DEVICE).view(4, samples) % 4
+    counts = [samples, samples - 2, 1, 0]
+    weights = torch.tensor([[1.0 / max(n, 1)] * n + [0.0] * (samples - n) for n in counts], device=DEVICE)
+    program = Fused(module, DEVICE, "float32")
+    whole, answers = program.gradients(layout.views(rows), x, targets, torch.ones_like(weights))
+    found, said = program.gradients(layout.views(rows), x, targets, weights)
+    moved = rows.clone()
+    program.step(layout.views(moved), x, targets, weights)
+    measured = program.scores(layout.views(rows), x, weights)
+    assert all(torch.isfinite(one).all() for one in whole)
+    for row, count in enumerate(counts):
+        part = slice(row, row + 1)
+        near(said[part, :count], answers[part, :count])
+        near(measured[part, :count], answers[part, :count])
+        views = layout.views(rows[part])
+        alone = [torch.zeros_like(view) for view in views.values()]
+        if count:
+            alone, _ = program.gradients(views, x[part, :count], targets[part, :count], weights[part, :count])
+        for one, own in zip(found, alone, strict=True):
+            near(one[row : row + 1], own)
+        for view, start, one in zip(layout.views(moved).values(), views.values(), found, strict=True):
+            torch.testing.assert_close(view[row], start[0] - one[row])
+    assert torch.equal(moved[3], rows[3])
 
 
 @pytest.mark.parametrize(("precision", "close"), [("float32", CLOSE), ("tf32", 3e-2)])

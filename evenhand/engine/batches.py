@@ -282,6 +282,7 @@ class Batches:
     shares: Tensor
     steps: int
     steady: bool  # every row moves at every step
+    full: bool  # and nothing is padding
     whole: bool  # the first step shows every client all its data
     labels: Tensor | None = None  # as in Plan
     partners: Tensor | None = None
@@ -297,6 +298,7 @@ class Batches:
             **_sent({name: array for name, array in named.items() if array is not None and name not in known}, device),
             steps=steps.steps,
             steady=bool((steps.weights[:, : steps.steps, 0] > 0).all()),  # a batch's padding comes last
+            full=bool((steps.weights[:, : steps.steps, -1] > 0).all()),
             whole=steps.shares.shape[1] == 1,
         )
 
@@ -311,8 +313,8 @@ class Batches:
             if name != "shares":
                 piece = tensor[:, start : min(start + count, self.steps)]
                 found[name] = functional.pad(piece, (0, 0, 0, count - piece.shape[1]))
-        given: dict[str, Any] = {**found, "shares": found["weights"], "steps": count, "steady": False, "whole": False}
-        return replace(self, **given)
+        given: dict[str, Any] = {**found, "shares": found["weights"], "steps": count}
+        return replace(self, **given, steady=False, full=False, whole=False)
 
     def only(self, patch: Patch) -> Batches:
         """A patch of it, in which every row moves at every step."""

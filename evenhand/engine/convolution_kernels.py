@@ -6,7 +6,8 @@ and one for the error below. Nothing is added up by atomics. Images and errors a
 weights in float32.
 
 Rows come first everywhere; images have their channels last. Of the four places that are pooled together the winner (0
-to 3; 4 where ReLU cut it off) is kept in a byte. With many channels a filter is gone through place by place; with few,
+to 3; 4 where ReLU cut it off) is kept in a byte. Of images that are padding, behind the last one that counts, the
+outcome is zero, and nothing else is looked at. With many channels a filter is gone through place by place; with few,
 as in a first layer, all that four places see is read once, as a patch.
 """
 
@@ -19,12 +20,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from evenhand.engine.kernels import fit, skipping, still
+from evenhand.engine.kernels import fit, reach, skipping
 
 
 @triton.jit
-def _put_out(largest, which, out, winner, row, p, o, places, OUT: tl.constexpr, RELU: tl.constexpr):
-    """The outcome at some of a row's pooled places (p), of some outputs (o), and which of four won there."""
+def _put_out(
+    largest, which, out, winner, row, p, o, places, known, OUT: tl.constexpr, RELU: tl.constexpr, SKIP: tl.constexpr
+):
+    """The outcome at some of a row's pooled places (p), of some outputs (o), and which of four won there.
+
+    Behind the known places come those of padding.
+    """
+    if SKIP:
+        largest = tl.where(p[:, None] < known, largest, 0.0)
     if RELU:
         which = tl.where(largest > 0.0, which, 4)
         largest = tl.maximum(largest, 0.0)
@@ -45,9 +53,10 @@ def _convolve(
     WP: tl.constexpr = (W + 2 * PAD - SIZE + 1) // 2
     PARTS: tl.constexpr = C // BK
     row = tl.program_id(1).to(tl.int64)
+    known, steps = images, SIZE * SIZE * PARTS
     if SKIP:
-        if still(active + row * active_row, images, BA):
-            return
+        known = reach(active + row * active_row, images, BA)
+        steps = tl.where(tl.program_id(0) * (BM // 4) < known * (HP * WP), steps, 0)
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     place = m // 4
     image, y, c = place // (HP * WP), 2 * ((place // WP) % HP) + (m % 4) // 2 - PAD, 2 * (place % WP) + m % 2 - PAD
@@ -55,10 +64,10 @@ def _convolve(
     o, lane = tl.arange(0, BN), tl.arange(0, BK)
     filters = weight + row * (SIZE * SIZE * C * OUT) + o[:, None] * (SIZE * SIZE * C) + lane[None, :]
     total = tl.zeros((BM, BN), dtype=tl.float32)
-    for step in range(0, SIZE * SIZE * PARTS):
+    for step in range(0, steps):
         tap, part = step // PARTS, step % PARTS
         i, j = tap // SIZE, tap % SIZE
-        real = image < images
+        real = image < known
         if PAD > 0:
             real = real & (y + i >= 0) & (y + i < H) & (c + j >= 0) & (c + j < W)
         first = base + ((i * W + j) * C + part * BK)
@@ -68,7 +77,7 @@ def _convolve(
     largest, which = tl.max(tl.reshape(total, (BM // 4, 4, BN)), axis=1, return_indices=True)
     largest += tl.load(bias + row * bias_row + o, mask=o < OUT, other=0.0)[None, :]
     p = tl.program_id(0) * (BM // 4) + tl.arange(0, BM // 4)
-    _put_out(largest, which, out, winner, row, p, o, images * HP * WP, OUT, RELU)
+    _put_out(largest, which, out, winner, row, p, o, images * HP * WP, known * HP * WP, OUT, RELU, SKIP)
 
 
 @triton.jit
@@ -113,24 +122,25 @@ def _convolve_patches(
     HP: tl.constexpr = (H + 2 * PAD - SIZE + 1) // 2
     WP: tl.constexpr = (W + 2 * PAD - SIZE + 1) // 2
     row = tl.program_id(1).to(tl.int64)
+    begin, known, blocks = tl.program_id(0) * (BLOCKS * BM), images, BLOCKS
     if SKIP:
-        if still(active + row * active_row, images, BA):
-            return
+        known = reach(active + row * active_row, images, BA)
+        blocks = tl.minimum(tl.maximum(tl.cdiv(known * (HP * WP) - begin, BM), 0), BLOCKS)
     o, k = tl.arange(0, BN), tl.arange(0, BK)
     own, filters = x + row * images * (H * W * C), weight + row * (4 * OUT * ALL)
     # The first parts of the filters, most often all there is, are read once for all blocks of places.
     b0, b1 = _filter_part(filters, 0, o, k, OUT, ALL), _filter_part(filters, 1, o, k, OUT, ALL)
     b2, b3 = _filter_part(filters, 2, o, k, OUT, ALL), _filter_part(filters, 3, o, k, OUT, ALL)
     shift = tl.load(bias + row * bias_row + o, mask=o < OUT, other=0.0)[None, :]
-    for block in range(BLOCKS):
-        p = (tl.program_id(0) * BLOCKS + block) * BM + tl.arange(0, BM)
-        a = _patch(own, p, k, images, H, W, C, SIZE, PAD)
+    for block in range(blocks):
+        p = begin + block * BM + tl.arange(0, BM)
+        a = _patch(own, p, k, known, H, W, C, SIZE, PAD)
         one = tl.dot(a, b0, input_precision=PRECISION)
         two = tl.dot(a, b1, input_precision=PRECISION)
         three = tl.dot(a, b2, input_precision=PRECISION)
         four = tl.dot(a, b3, input_precision=PRECISION)
         for start in range(BK, ALL, BK):
-            a = _patch(own, p, start + k, images, H, W, C, SIZE, PAD)
+            a = _patch(own, p, start + k, known, H, W, C, SIZE, PAD)
             one = tl.dot(a, _filter_part(filters, 0, o, start + k, OUT, ALL), one, input_precision=PRECISION)
             two = tl.dot(a, _filter_part(filters, 1, o, start + k, OUT, ALL), two, input_precision=PRECISION)
             three = tl.dot(a, _filter_part(filters, 2, o, start + k, OUT, ALL), three, input_precision=PRECISION)
@@ -138,7 +148,12 @@ def _convolve_patches(
         upper, lower = tl.maximum(one, two), tl.maximum(three, four)
         which = tl.where(upper >= lower, tl.where(one >= two, 0, 1), tl.where(three >= four, 2, 3))
         largest = tl.maximum(upper, lower) + shift  # of equal ones the first wins
-        _put_out(largest, which, out, winner, row, p, o, images * HP * WP, OUT, RELU)
+        _put_out(largest, which, out, winner, row, p, o, images * HP * WP, known * HP * WP, OUT, RELU, SKIP)
+    if SKIP:
+        for block in range(blocks, BLOCKS):
+            p = begin + block * BM + tl.arange(0, BM)
+            none = tl.zeros((BM, BN), dtype=tl.float32)
+            _put_out(none, none.to(tl.int32), out, winner, row, p, o, images * HP * WP, 0, OUT, RELU, SKIP)
 
 
 @triton.jit
@@ -160,16 +175,16 @@ def _patches_back(
     winners = winner + row * images * (HP * WP * OUT)
     one = tl.zeros((BN, BK), dtype=tl.float32)
     two, three, four = one, one, one
-    end = tl.minimum(piece * share + share, images * (HP * WP))
+    known = images
     if SKIP:
-        if still(active + row * active_row, images, BA):
-            end = piece * share
+        known = reach(active + row * active_row, images, BA)
+    end = tl.minimum(piece * share + share, known * (HP * WP))
     for start in range(piece * share, end, BM):
         p = start + tl.arange(0, BM)
-        inside = (p[:, None] < images * (HP * WP)) & (o[None, :] < OUT)
+        inside = (p[:, None] < known * (HP * WP)) & (o[None, :] < OUT)
         e = tl.load(errors + p[:, None] * OUT + o[None, :], mask=inside, other=0.0)
         won = tl.load(winners + p[:, None] * OUT + o[None, :], mask=inside, other=4)
-        a = _patch(own, p, k, images, H, W, C, SIZE, PAD)
+        a = _patch(own, p, k, known, H, W, C, SIZE, PAD)
         one = tl.dot(tl.trans(tl.where(won == 0, e, 0.0)), a, one, input_precision=PRECISION)
         two = tl.dot(tl.trans(tl.where(won == 1, e, 0.0)), a, two, input_precision=PRECISION)
         three = tl.dot(tl.trans(tl.where(won == 2, e, 0.0)), a, three, input_precision=PRECISION)
@@ -202,14 +217,14 @@ def _filters_back(
     i, j = k // (SIZE * C), k % (SIZE * C)
     own, errors = x + row * images * (H * W * C), error + row * images * (EACH * OUT)
     total = tl.zeros((BN, BK), dtype=tl.float32)
-    end = tl.minimum(piece * share + share, images * EACH)
+    known = images
     if SKIP:
-        if still(active + row * active_row, images, BA):
-            end = piece * share
+        known = reach(active + row * active_row, images, BA)
+    end = tl.minimum(piece * share + share, known * EACH)
     for start in range(piece * share, end, BM):
         m = start + tl.arange(0, BM)
         image, y, c = m // EACH, (m // (2 * WP)) % (2 * HP) - PAD, m % (2 * WP) - PAD
-        inside = m[:, None] < images * EACH
+        inside = m[:, None] < known * EACH
         e = tl.load(errors + m[:, None] * OUT + o[None, :], mask=inside & (o[None, :] < OUT), other=0.0)
         real = inside & (k[None, :] < ALL)
         if PAD > 0:
@@ -224,7 +239,7 @@ def _filters_back(
         summed = tl.zeros((BN,), dtype=tl.float32)
         for start in range(piece * share, end, BM):
             m = start + tl.arange(0, BM)
-            inside = (m[:, None] < images * EACH) & (o[None, :] < OUT)
+            inside = (m[:, None] < known * EACH) & (o[None, :] < OUT)
             e = tl.load(errors + m[:, None] * OUT + o[None, :], mask=inside, other=0.0)
             summed += tl.sum(e.to(tl.float32), axis=0)
         tl.store(bias_out + place, summed, mask=o < OUT)
@@ -263,12 +278,14 @@ def _images_back(
     WP: tl.constexpr = (W + 2 * PAD - SIZE + 1) // 2
     PARTS: tl.constexpr = (OUT + BK - 1) // BK
     row = tl.program_id(1).to(tl.int64)
-    if SKIP:
-        if still(active + row * active_row, images, BA):
-            return
     begin = tl.program_id(0) * BM
     m = begin + tl.arange(0, BM)
     y, image, c = m // (images * W) + PAD, (m // W) % images, m % W + PAD
+    known = images
+    if SKIP:
+        known = reach(active + row * active_row, images, BA)
+        if tl.min(image) >= known:
+            return
     own, base = error + row * images * (4 * HP * WP * OUT), ((image * (2 * HP) + y) * (2 * WP) + c) * OUT
     channel, lane = tl.arange(0, BN), tl.arange(0, BK)
     filters = weight + row * (SIZE * SIZE * C * OUT) + lane[:, None] * (SIZE * SIZE * C) + channel[None, :]
@@ -279,12 +296,14 @@ def _images_back(
         tap, part = step // PARTS, step % PARTS
         i, j = tap // SIZE, tap % SIZE
         real = (m < images * (H * W)) & (y >= i) & (y - i < 2 * HP) & (c >= j) & (c - j < 2 * WP)
-        known = part * BK + lane < OUT
+        if SKIP:
+            real = real & (image < known)
+        output = part * BK + lane < OUT
         first = base - (i * (2 * WP) + j) * OUT + part * BK
-        e = tl.load(own + first[:, None] + lane[None, :], mask=real[:, None] & known[None, :], other=0.0)
+        e = tl.load(own + first[:, None] + lane[None, :], mask=real[:, None] & output[None, :], other=0.0)
         b = tl.load(
             filters + part * (BK * SIZE * SIZE * C) + tap * C,
-            mask=known[:, None] & (channel[None, :] < C), other=0.0,
+            mask=output[:, None] & (channel[None, :] < C), other=0.0,
         )  # fmt: skip
         total = tl.dot(e, b, total, input_precision=PRECISION)
     there = row * images * (H * W * C) + ((image * H + y - PAD) * W + c - PAD) * C

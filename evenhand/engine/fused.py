@@ -100,13 +100,13 @@ class Fused(FeedForward):
         weights: Tensor,
         lean: Lean | None,
         found: Tensors | None,
-        steady: bool,
+        full: bool,
     ) -> Tensor:
         named = [(f"{layer.name}.weight", f"{layer.name}.bias" if layer.biased else None) for layer in self.layers]
         given = [(tensors[weight], None if bias is None else tensors[bias]) for weight, bias in named]
         if lean is not None or max(weights.shape[1], given[-1][0].shape[1]) > WIDEST:
-            return super()._through(tensors, inputs, targets, weights, lean, found, steady)
-        active = None if steady else weights  # a row without any is not even looked at
+            return super()._through(tensors, inputs, targets, weights, lean, found, full)
+        active = None if full else weights
         how: dict[str, Any] = {"precision": self.precision, "active": active}
         kept, flat = self._opened(tensors, inputs, active)
         activations = [flat.flatten(2)]
@@ -133,7 +133,11 @@ class Fused(FeedForward):
     def _opened(
         self, tensors: Tensors, inputs: Tensor, active: Tensor | None = None, most: int | None = None
     ) -> tuple[list[Any], Tensor]:
-        """What every convolution's way back needs, and what the linear layers are given; most: only so many of them."""
+        """What every convolution's way back needs, and what the linear layers are given.
+
+        active: weights of the samples; those of padding are not looked at, and the linear layers are given zeros.
+        most: only so many of the convolutions.
+        """
         kept: list[Any] = []
         if not self.opens:
             return kept, inputs
@@ -154,9 +158,11 @@ class Fused(FeedForward):
             kept.append(own)
         return kept, images.permute(0, 1, 4, 2, 3)  # a network flattens channel by channel
 
-    def _forward(self, tensors: Tensors, inputs: Tensor, seen: list[Tensor] | None = None) -> list[Any]:
+    def _forward(
+        self, tensors: Tensors, inputs: Tensor, seen: list[Tensor] | None = None, active: Tensor | None = None
+    ) -> list[Any]:
         """What `_opened` keeps, then as in `FeedForward`."""
-        kept, flat = self._opened(tensors, inputs)
+        kept, flat = self._opened(tensors, inputs, active)
         if seen is not None:
             seen += _answered(kept, flat)
         return [*kept, *super()._forward(tensors, flat, seen)]
@@ -172,11 +178,12 @@ class Fused(FeedForward):
         error: Tensor,
         found: Tensors | None,
         pushes: Sequence[Tensor] = (),
+        active: Tensor | None = None,
     ) -> Tensor:
         count = len(self.opening.convolutions)
         error = super()._back(tensors, activations[count:], error, found, pushes[count:])
         if count:
-            self._convolutions_back(tensors, activations[:count], error, found, pushes=pushes[:count])
+            self._convolutions_back(tensors, activations[:count], error, found, active, pushes[:count])
         return error
 
     def _convolutions_back(
@@ -197,7 +204,8 @@ class Fused(FeedForward):
         largest = torch.linalg.vector_norm(error, torch.inf, dim=2).amax(1)
         for push in between:
             largest = torch.maximum(largest, torch.linalg.vector_norm(push.flatten(1), torch.inf, dim=1))
-        scale = torch.where(largest > 0, largest / LIFT, 1.0)
+        # (What stands in the place of one that stands still, and was never computed, may not even be finite.)
+        scale = torch.where((largest > 0) & torch.isfinite(largest), largest / LIFT, 1.0)
         shown = torch.empty(rows, samples, high, wide, channels, dtype=self.stored, device=error.device)
         places = error.view(rows, samples, channels, high, wide).permute(0, 1, 3, 4, 2)
         torch.div(places, scale.view(-1, 1, 1, 1, 1), out=shown)

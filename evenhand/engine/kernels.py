@@ -3,7 +3,8 @@
 A library's batched products need a launch for every product, bias, ReLU and update. Here a layer is one kernel forwards
 and two backwards, one for the error below and one for the gradient, which it takes off the weights; the last layer's
 scores, their error and the error below are one. Nothing is added up by atomics, so the same input gives the same bits.
-A row that stands still at a step is not even looked at. Sizes of blocks are those found fastest on an H200.
+A row that stands still at a step is not even looked at (its gradients, where they are asked for, are zero). Sizes of
+blocks are those found fastest on an H200.
 
 Rows come first everywhere; weights are views of the rows' flat parameters. `convolution_kernels` and
 `recurrent_kernels` hold the others.
@@ -21,10 +22,20 @@ WIDEST = 128  # samples, and channels, that one program holds at once
 
 
 @triton.jit
+def reach(weights, samples, BA: tl.constexpr):
+    """How many of a row's samples there are up to the last one that counts."""
+    last = tl.zeros((BA,), dtype=tl.int32)
+    for start in range(0, samples, BA):
+        sample = start + tl.arange(0, BA)
+        counts = tl.load(weights + sample, mask=sample < samples, other=0.0)
+        last = tl.maximum(last, tl.where(counts > 0.0, sample + 1, 0))
+    return tl.max(last)
+
+
+@triton.jit
 def still(weights, samples, BA: tl.constexpr):
     """Whether none of a row's samples counts in this step."""
-    sample = tl.arange(0, BA)
-    return tl.max(tl.load(weights + sample, mask=sample < samples, other=0.0)) == 0.0
+    return reach(weights, samples, BA) == 0
 
 
 @triton.jit
@@ -143,14 +154,17 @@ def _gradient(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCKS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
+    known = samples
     if SKIP:
-        if still(active + row * active_row, samples, BA):
-            return
+        known = reach(active + row * active_row, samples, BA)
+        if STEP:
+            if known == 0:
+                return
     n = tl.program_id(2) * BN + tl.arange(0, BN)
     m = tl.arange(0, BM)
     e = tl.load(
         error + row * samples * OUTPUTS + m[:, None] * OUTPUTS + n[None, :],
-        mask=(m[:, None] < samples) & (n[None, :] < OUTPUTS),
+        mask=(m[:, None] < known) & (n[None, :] < OUTPUTS),
         other=0.0,
     )
     turned = tl.trans(e)
@@ -159,7 +173,7 @@ def _gradient(
         inside = (n[:, None] < OUTPUTS) & (k[None, :] < INPUTS)
         a = tl.load(
             x + row * x_row + m[:, None] * INPUTS + k[None, :],
-            mask=(m[:, None] < samples) & (k[None, :] < INPUTS),
+            mask=(m[:, None] < known) & (k[None, :] < INPUTS),
             other=0.0,
         )
         if STEP:
@@ -181,10 +195,10 @@ def fit(count: int, most: int = WIDEST) -> int:
 
 
 def skipping(active: Tensor | None, like: Tensor) -> tuple[Tensor, int, dict[str, Any]]:
-    """The samples' weights (rows x samples), by which kernels see that a row stands still; None: none does."""
+    """The samples' weights (rows x samples), by which kernels see which are padding; None: none is."""
     if active is None:
         return like, 0, {"SKIP": False, "BA": 16}
-    return active, active.stride(0), {"SKIP": True, "BA": triton.next_power_of_2(active.shape[1])}
+    return active, active.stride(0), {"SKIP": True, "BA": min(1024, triton.next_power_of_2(active.shape[1]))}
 
 
 def linear(

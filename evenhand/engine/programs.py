@@ -124,8 +124,11 @@ class Program(Protocol):
     name: str
     random: bool  # whether training draws random numbers (dropout), so that its scores are not the model's own
 
-    def scores(self, tensors: Tensors, inputs: Tensor) -> Tensor:
-        """rows x samples x classes, as the model answers when it is not in training."""
+    def scores(self, tensors: Tensors, inputs: Tensor, active: Tensor | None = None) -> Tensor:
+        """rows x samples x classes, as the model answers when it is not in training.
+
+        active: above zero for samples that count (rows x samples); of padding behind them the scores may be anything.
+        """
         ...
 
     def gradients(
@@ -190,7 +193,7 @@ class Sequential:
     def __init__(self, module: nn.Module) -> None:
         self.module, self.random = module, is_random(module)
 
-    def scores(self, tensors: Tensors, inputs: Tensor) -> Tensor:
+    def scores(self, tensors: Tensors, inputs: Tensor, active: Tensor | None = None) -> Tensor:
         rows = range(len(inputs))
         with answering(self.module), torch.no_grad():
             return torch.stack([functional_call(self.module, _row(tensors, row), (inputs[row],)) for row in rows])
@@ -254,7 +257,7 @@ class Batched:
         self._gradient: Callable[..., tuple[Tensors, Tensor]] = vmap(grad(loss, has_aux=True), randomness="different")
         self._scores: Callable[..., Tensor] = vmap(scores)
 
-    def scores(self, tensors: Tensors, inputs: Tensor) -> Tensor:
+    def scores(self, tensors: Tensors, inputs: Tensor, active: Tensor | None = None) -> Tensor:
         with answering(self.module), torch.no_grad():
             if len(inputs) > 1:
                 return self._scores(tensors, inputs)
@@ -299,8 +302,8 @@ class FeedForward:
         if not self.layers:
             raise EvenhandError("this program trains networks of Flatten, Linear and ReLU layers alone")
 
-    def scores(self, tensors: Tensors, inputs: Tensor) -> Tensor:
-        return self._forward(tensors, inputs)[-1]
+    def scores(self, tensors: Tensors, inputs: Tensor, active: Tensor | None = None) -> Tensor:
+        return self._forward(tensors, inputs, active=active)[-1]
 
     def relations(self, count: int, tensors: Tensors, inputs: Tensor, real: Tensor) -> Tensor:
         answers = self._answers(count, tensors, inputs)
@@ -317,7 +320,7 @@ class FeedForward:
     ) -> tuple[list[Tensor], Tensor]:
         found: Tensors = {}
         if likeness is None:
-            scores = self._through(tensors, inputs, targets, weights, lean, found, steady=True)
+            scores = self._through(tensors, inputs, targets, weights, lean, found, full=False)
         else:
             seen: list[Tensor] = []
             *activations, scores = self._forward(tensors, inputs, seen)
@@ -333,13 +336,13 @@ class FeedForward:
         weights: Tensor,
         lean: Lean | None = None,
         *,
-        steady: bool = False,
+        full: bool = False,
     ) -> Tensor:
         """One step of plain SGD (the weights carry the learning rate), folded into the products that form it.
 
-        steady: no row is known to stand still, without any weight, so that none need be looked for.
+        full: no sample is known to be padding, without weight, so that none need be looked for.
         """
-        return self._through(tensors, inputs, targets, weights, lean, None, steady)
+        return self._through(tensors, inputs, targets, weights, lean, None, full)
 
     def _through(
         self,
@@ -349,19 +352,25 @@ class FeedForward:
         weights: Tensor,
         lean: Lean | None,
         found: Tensors | None,
-        steady: bool,
+        full: bool,
     ) -> Tensor:
         """Forwards and back; returns the scores.
 
         Gradients are found or, without a place for them, taken off the weights.
         """
-        activations = self._forward(tensors, inputs)
+        active = None if full or lean is not None else weights
+        activations = self._forward(tensors, inputs, active=active)
         scores = activations.pop()
-        self._back(tensors, activations, self._error(scores, targets, weights, lean), found)
+        self._back(tensors, activations, self._error(scores, targets, weights, lean), found, active=active)
         return scores
 
-    def _forward(self, tensors: Tensors, inputs: Tensor, seen: list[Tensor] | None = None) -> list[Tensor]:
-        """Activations: the input of every linear layer, and the scores last. seen: takes what every layer answers."""
+    def _forward(
+        self, tensors: Tensors, inputs: Tensor, seen: list[Tensor] | None = None, active: Tensor | None = None
+    ) -> list[Tensor]:
+        """Activations: the input of every linear layer, and the scores last.
+
+        seen: takes what every layer answers. active: as in `scores`, for layers before the linear ones.
+        """
         activations = [inputs.flatten(2)]
         for layer in self.layers:
             activations.append(self._layer(tensors, layer, activations[-1], seen))
@@ -399,10 +408,11 @@ class FeedForward:
         error: Tensor,
         found: Tensors | None,
         pushes: Sequence[Tensor] = (),
+        active: Tensor | None = None,
     ) -> Tensor:
         """From the scores' error down; returns the error below the linear layers, where others come before them.
 
-        pushes: what the first layers' answers have of errors besides.
+        pushes: what the first layers' answers have of errors besides. active: as in `_forward`.
         """
         for depth in reversed(range(len(self.layers))):
             below, gated = self._below(depth)

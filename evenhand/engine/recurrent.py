@@ -52,8 +52,8 @@ class Recurrent(FeedForward):
             self.kernels = recurrent_kernels
         self._mapped = Batched(module)  # for what is not written out
 
-    def scores(self, tensors: Tensors, inputs: Tensor) -> Tensor:
-        courses = self._opened(tensors, inputs, keep=False)
+    def scores(self, tensors: Tensors, inputs: Tensor, active: Tensor | None = None) -> Tensor:
+        courses = self._opened(tensors, inputs, active, keep=False)
         return super()._forward(tensors, courses[-1].hidden[:, -1])[-1]
 
     def relations(self, count: int, tensors: Tensors, inputs: Tensor, real: Tensor) -> Tensor:
@@ -80,9 +80,9 @@ class Recurrent(FeedForward):
         weights: Tensor,
         lean: Lean | None,
         found: Tensors | None,
-        steady: bool,
+        full: bool,
     ) -> Tensor:
-        active = None if steady or lean is not None else weights  # a row without any is not even looked at
+        active = None if full or lean is not None else weights  # a row without any is not even looked at
         courses = self._opened(tensors, inputs, active, keep=True)
         last, scores = super()._forward(tensors, courses[-1].hidden[:, -1])
         error = super()._back(tensors, [last], self._error(scores, targets, weights, lean), found)

@@ -353,15 +353,19 @@ class Local:
             return self._measure_in_patches(models, batches)
         samples = samples or self._samples(batches)
         rows, steps, batch = batches.shares.shape
+        apart = isinstance(self.program, FeedForward) and self.program.opens and not batches.steady
+        if apart:  # a row for each client, so that padding comes last
+            models = models.repeat_interleave(rows // len(models), dim=0)
         tensors = self.shape.views(models)
         total = torch.zeros(2, rows, dtype=torch.float64, device=models.device)
         at_once = max(1, samples_at_once(self.program, models.device) // (rows * batch))
         for start in range(0, steps, at_once):
             part = slice(start, min(start + at_once, steps))
-            seen = samples(part)
-            scores = self.program.scores(tensors, seen.reshape(len(models), -1, *seen.shape[3:]))
+            seen, shares = samples(part), batches.shares[:, part].flatten(1)
+            told = (tensors, seen.reshape(len(models), -1, *seen.shape[3:]))
+            scores = self.program.scores(*told, active=shares if apart else None)
             wanted = self._wanted(batches, part).flatten(1)
-            total += _means(scores.view(*wanted.shape, -1), wanted, batches.shares[:, part].flatten(1))
+            total += _means(scores.view(*wanted.shape, -1), wanted, shares)
         return total
 
     @_precisely
@@ -446,7 +450,7 @@ class Local:
                 )
             counted, lean = self._leaning(columns, followed, index, wanted, counts)
             if plain and isinstance(self.program, FeedForward):
-                scores = self.program.step(tensors, seen, wanted, counted, lean, steady=batches.steady)
+                scores = self.program.step(tensors, seen, wanted, counted, lean, full=batches.full)
             else:
                 likeness = self._likeness(columns, received, seen, counts)
                 found, scores = self.program.gradients(tensors, seen, wanted, counted, lean, likeness)

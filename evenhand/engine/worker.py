@@ -46,7 +46,7 @@ class Worker:
             else:
                 updates, measured = self._in_stretches(models, batches, columns, measuring)
             return (updates, measured, *(() if then is None else then(updates, measured, models, **more)))
-        key = ("round", batches.steps, batches.steady, batches.whole, measuring, then is None)
+        key = ("round", batches.steps, batches.steady, batches.full, batches.whole, measuring, then is None)
 
         def work(models: Tensor, batches: Batches, **given: Tensor) -> tuple[Tensor, ...]:
             own = {name: given.pop(name) for name in more}
@@ -89,7 +89,7 @@ class Worker:
         pieces = [batches]
         if batches.steps > LONGEST:
             pieces = [batches.stretch(start, LONGEST) for start in range(0, batches.steps, LONGEST)]  # all alike
-        key = ("stretch", pieces[0].steps, pieces[0].steady)
+        key = ("stretch", pieces[0].steps, pieces[0].steady, pieces[0].full)
 
         def work(**given: Tensor) -> tuple[Tensor, ...]:
             held = {name: given.pop(name) for name in kept}
