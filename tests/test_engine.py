@@ -19,7 +19,7 @@ from torch.func import functional_call
 
 from evenhand.checks import EvenhandError, NoUsableClient
 from evenhand.engine import worker
-from evenhand.engine.batches import Batches, Cohort, join, packed, plan, plan_together, unpadded
+from evenhand.engine.batches import Batches, Cohort, Extents, join, packed, plan, plan_together, unpadded
 from evenhand.engine.choice import choose_program
 from evenhand.engine.graphs import Captured, Replayed
 from evenhand.engine.programs import Batched, FeedForward, Sequential
@@ -241,7 +241,7 @@ def test_patches_hold_every_sample_once_and_little_else(sizes, batch_size, epoch
     steps = plan(samples, epochs=managed, batch_size=batch_size, rng=stream(0, "batches"))
     batches = Batches.of(steps, torch.device("cpu"))
     seen = torch.zeros_like(batches.weights)
-    for patches in unpadded(batches.weights[:, : batches.steps]):
+    for patches in unpadded(Extents.of(batches.weights[:, : batches.steps])):
         assert all(set(after.rows) <= set(before.rows) for before, after in itertools.pairwise(patches))
         assert [patch.steps.start for patch in patches] == [0, *(patch.steps.stop for patch in patches[:-1])]
         for patch in patches:
@@ -665,6 +665,29 @@ def test_long_rounds_are_played_in_stretches(name, epochs, monkeypatch):
     for one, other in zip(plain.replicas, stretched.replicas, strict=True):
         torch.testing.assert_close(one.model, other.model, rtol=1e-3, atol=1e-5)
         assert one.rounds[-1]["losses"] == pytest.approx(other.rounds[-1]["losses"], rel=1e-3)
+
+
+@pytest.mark.parametrize("seeds", [[0], [0, 1, 2]])
+@pytest.mark.parametrize(
+    "name", ["fedavg", "even", "fedprox", "fedfa:client_momentum=0.9", "ditto", "fedmdfg", "fedcka"]
+)
+@pytest.mark.parametrize("settings", [{"partition": "dir:0.3"}, {"partition": "dir:0.3", "work.epochs": 2}])
+def test_who_is_done_leaves_the_program(name, seeds, settings, monkeypatch):
+    settings = {**settings, "work.batch_size": 4, "work.lr": 0.01, "seeds": seeds, "participation": 0.6, "rounds": 3}
+    plain, shrinking = simulation_of(name, **settings), simulation_of(name, **settings)
+    shrinking.worker.replayed, shrinking.worker.heavy, shrinking.together = Overwritten(), True, True
+    trained, counts = shrinking.local._train, []
+    monkeypatch.setattr(type(plain.local), "_uneven", lambda *given: False)
+    plain.run()
+    monkeypatch.setattr(type(plain.local), "_train", lambda *g: counts.append(len(g[1])) or trained(*g[1:]))
+    shrinking.run()
+    assert len(set(counts)) > 2
+    assert min(counts) < max(counts) / 2
+    for one, other in zip(plain.replicas, shrinking.replicas, strict=True):
+        torch.testing.assert_close(one.model, other.model, rtol=1e-3, atol=1e-5)
+        assert one.rounds[-1]["losses"] == pytest.approx(other.rounds[-1]["losses"], rel=1e-3)
+        if one.personal is not None:
+            torch.testing.assert_close(one.personal, other.personal, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["mfairfl", "fpfl", "indfair", "cenfair"])

@@ -141,3 +141,27 @@ def test_wrong_labels_on_a_gpu(name, tmp_path):
     assert torch.equal(once, again)
     assert torch.linalg.norm(once - expected) <= 1e-3 * torch.linalg.norm(expected)
     assert torch.equal(finals(continued(tmp_path, name, **settings)), once)
+
+
+@pytest.mark.parametrize("name", ["fedavg", "even", "fedprox", "fedmdfg", "ditto", "fedcka"])
+@pytest.mark.parametrize("batch_size", [4, None])
+def test_convolutions_of_clients_with_unequal_data(name, batch_size):
+    """Those who are done leave the program; of a single step clients of about the same size are taken together."""
+    settings = {
+        "model": "cnn-mnist",
+        "model_options": {"padding": 2, "hidden": 32},
+        "partition": "dir:0.3",
+        "work.batch_size": batch_size,
+        "work.lr": 0.02,
+        "participation": 0.6,
+        "rounds": 3,
+    }
+    made, again = (simulation_of(name, program="fused", **settings) for _ in range(2))
+    ready = made.preparation.round(0, made.replicas)
+    assert made.worker._shrinks(ready.pieces[0]) == (batch_size is not None)
+    assert made.local.in_patches(ready.pieces[0]) == (batch_size is None)
+    found, expected = finals(made), finals(simulation_of(name, "cpu", **settings))
+    assert torch.equal(found, finals(again))
+    assert torch.linalg.norm(found - expected) <= 2e-3 * torch.linalg.norm(expected)
+    for one, other in zip(made.replicas, again.replicas, strict=True):
+        assert one.rounds[-1]["losses"] == other.rounds[-1]["losses"]

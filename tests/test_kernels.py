@@ -353,7 +353,7 @@ def test_layers_are_held_against_other_models(channels, layers, precision, close
         whole = torch.cat(
             [one.flatten(1) for one in gradients], dim=1
         )  # a shift of all samples is not held, so that a bias has rounding
-        found.append([*relations, whole, scores])
+        found.append([*relations, whole, scores * real.unsqueeze(2)])
     for right, one in zip(*found, strict=True):
         near(one, right, close)
 

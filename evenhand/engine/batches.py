@@ -30,6 +30,7 @@ OPTIONAL = ("labels", "partners", "blend")
 ARRAYS = ("indices", "weights", "shares", *OPTIONAL)
 SHARED = ("weights", "shares")  # the same in every round where all clients have as much data
 FILLED, NEAR = 0.95, 4  # rows that have so much of the widest one's samples, or so few less, are as wide
+FILLED_ON_A_GPU = 0.6  # which would rather do more than launch more
 PLACES = 9  # bits of a 63-bit number that random numbers of 53, and 1, leave
 ALIGNED = 256  # bytes: where the pieces of a transfer begin
 
@@ -246,23 +247,33 @@ class Patch(NamedTuple):
     width: int
 
 
-def extents(weights: Tensor) -> tuple[list[int], list[int]]:
-    """How many steps each row takes, and how many samples its largest batch has, by the weights of the samples."""
-    real = weights > 0
-    return real.any(2).sum(1).tolist(), real.sum(2).amax(1).tolist()
+class Extents(NamedTuple):
+    """How many steps each row takes, and how many samples its largest batch has."""
+
+    lengths: Indices
+    widths: Indices
+
+    @classmethod
+    def of(cls, weights: Any) -> Extents:
+        """By the weights of the samples."""
+        real = np.asarray(weights) > 0
+        return cls(real.any(2).sum(1), real.sum(2).max(1, initial=0))
+
+    def part(self, rows: slice | Indices) -> Extents:
+        return Extents(self.lengths[rows], self.widths[rows])
 
 
-def unpadded(weights: Tensor) -> Iterator[list[Patch]]:
+def unpadded(extents: Extents, filled: float = FILLED) -> Iterator[list[Patch]]:
     """Rows that are about as wide, and of each such group what is not padding.
 
     Patches of a group follow each other, each with as many of its rows as still move, the longest ones first.
     """
-    lengths, widths = extents(weights)
+    lengths, widths = (found.tolist() for found in extents)
     groups: list[list[int]] = []
     busy = [row for row, width in enumerate(widths) if width]
     for row in sorted(busy, key=lambda row: (-widths[row], -lengths[row])):
         widest = widths[groups[-1][0]] if groups else 0
-        if groups and widths[row] >= min(FILLED * widest, widest - NEAR):
+        if groups and widths[row] >= min(filled * widest, widest - NEAR):
             groups[-1].append(row)
         else:
             groups.append([row])
@@ -287,19 +298,23 @@ class Batches:
     labels: Tensor | None = None  # as in Plan
     partners: Tensor | None = None
     blend: Tensor | None = None
+    extents: Extents | None = None  # of training; None where nothing is padding, or where that is not known
 
     @classmethod
     def of(cls, steps: Plan, device: torch.device, last: tuple[Plan, Batches] | None = None) -> Batches:
         """last: another plan and its batches, which share what is the same in both."""
         named = {name: getattr(steps, name) for name in ARRAYS}
         known = {} if last is None else {name: getattr(last[1], name) for name in SHARED if _same(name, steps, last[0])}
+        trained = steps.weights[:, : steps.steps]
+        full = bool((trained[..., -1] > 0).all())
         return cls(
             **known,
             **_sent({name: array for name, array in named.items() if array is not None and name not in known}, device),
             steps=steps.steps,
-            steady=bool((steps.weights[:, : steps.steps, 0] > 0).all()),  # a batch's padding comes last
-            full=bool((steps.weights[:, : steps.steps, -1] > 0).all()),
+            steady=bool((trained[..., 0] > 0).all()),  # a batch's padding comes last
+            full=full,
             whole=steps.shares.shape[1] == 1,
+            extents=None if full else Extents.of(trained),
         )
 
     def tensors(self) -> dict[str, Tensor]:
@@ -314,19 +329,21 @@ class Batches:
                 piece = tensor[:, start : min(start + count, self.steps)]
                 found[name] = functional.pad(piece, (0, 0, 0, count - piece.shape[1]))
         given: dict[str, Any] = {**found, "shares": found["weights"], "steps": count}
-        return replace(self, **given, steady=False, full=False, whole=False)
+        return replace(self, **given, steady=False, full=False, whole=False, extents=None)
 
     def only(self, patch: Patch) -> Batches:
         """A patch of it, in which every row moves at every step."""
         rows = torch.tensor(patch.rows)
         cut = {name: tensor[rows, patch.steps, : patch.width] for name, tensor in self.tensors().items()}
         given: dict[str, Any] = {**cut, "steps": patch.steps.stop - patch.steps.start, "steady": True}
-        return replace(self, **given)
+        return replace(self, **given, extents=None)
 
-    def part(self, rows: slice | Tensor) -> Batches:
-        """The same for some of the rows, or for rows by number."""
+    def part(self, rows: slice | Tensor, known: Indices | None = None) -> Batches:
+        """The same for some of the rows, or for rows by number; known: these numbers on the CPU."""
         chosen: dict[str, Any] = {name: tensor[rows] for name, tensor in self.tensors().items()}
-        return replace(self, **chosen)
+        here = rows if isinstance(rows, slice) else known
+        extents = None if self.extents is None or here is None else self.extents.part(here)
+        return replace(self, **chosen, extents=extents)
 
 
 def _same(name: str, one: Plan, other: Plan) -> bool:

@@ -167,9 +167,15 @@ class Fused(FeedForward):
             seen += _answered(kept, flat)
         return [*kept, *super()._forward(tensors, flat, seen)]
 
-    def _answers(self, count: int, tensors: Tensors, inputs: Tensor) -> list[Tensor]:
-        kept, flat = self._opened(tensors, inputs, most=count)
+    def _answers(self, count: int, tensors: Tensors, inputs: Tensor, active: Tensor | None = None) -> list[Tensor]:
+        kept, flat = self._opened(tensors, inputs, active, most=count)
         return [*_answered(kept, flat), *super()._answers(count - len(kept), tensors, flat)]
+
+    def products(self, activations: Tensor) -> Tensor:
+        if activations.dtype != torch.float16 or activations.shape[1] > WIDEST:
+            return super().products(activations.to(torch.float32))
+        found: Tensor = self.kernels.products(activations.flatten(2))  # exact products, so that the mean drowns nothing
+        return found
 
     def _back(
         self,
@@ -231,8 +237,8 @@ class Fused(FeedForward):
 
 
 def _answered(kept: list[Any], flat: Tensor) -> list[Tensor]:
-    """What convolutions answer, in the format of the samples: each the images of the next."""
-    return [*(own.images.to(flat.dtype) for own in kept[1:]), flat] if kept else []
+    """What convolutions answer: each the images of the next."""
+    return [*(own.images for own in kept[1:]), flat] if kept else []
 
 
 def _like(tensor: Tensor | None) -> Tensor | None:

@@ -54,12 +54,13 @@ class Replayed:
     Work may change its inputs in place and give them out, to go on with them at the next replay.
     """
 
-    LIMIT = 16  # kept; work of ever new shapes runs without a graph after that
+    LIMIT = 32  # kept; work of ever new shapes runs without a graph after that
     ROOM = 0.15  # of the device's memory that they may keep, before the last one
 
     def __init__(self) -> None:
         self.captured: dict[Hashable, Captured] = {}
         self.bytes = 0  # of the device's memory that they keep
+        self._pool: Any = None  # where those that give out nothing but their inputs have what they need on their way
 
     @staticmethod
     def possible(device: torch.device, program: Program) -> bool:
@@ -93,12 +94,16 @@ class Replayed:
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            work(**held)  # libraries set themselves up outside the capture
+            found = work(**held)  # libraries set themselves up outside the capture
+        in_place = all(any(one is own for own in held.values()) for one in found)
+        del found
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.empty_cache()  # as a capture does anyway, so that what is new is the graph's
         before = torch.cuda.memory_reserved()
+        if in_place and self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        with nothing_collected(), torch.cuda.graph(graph):
+        with nothing_collected(), torch.cuda.graph(graph, pool=self._pool if in_place else None):
             outputs = work(**held)
         self.bytes += torch.cuda.memory_reserved() - before
         return Captured(graph, held, outputs)

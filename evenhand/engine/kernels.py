@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -190,6 +191,23 @@ def _gradient(
             tl.store(bias_out + row * bias_out_row + n, summed, mask=n < OUTPUTS)
 
 
+@triton.jit
+def _products(
+    x, out, samples, rows, share, x_row, FEATURES: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr
+):  # fmt: skip
+    """Inner products of a row's samples over one share of the features (shares x rows x samples x samples)."""
+    row, piece, m = tl.program_id(1).to(tl.int64), tl.program_id(0), tl.arange(0, BM)
+    total = tl.zeros((BM, BM), dtype=tl.float32)
+    end = tl.minimum(piece * share + share, FEATURES)
+    for start in range(piece * share, end, BK):
+        k = start + tl.arange(0, BK)
+        inside = (m[:, None] < samples) & (k[None, :] < end)
+        a = tl.load(x + row * x_row + m[:, None] * FEATURES + k[None, :], mask=inside, other=0.0)
+        total = tl.dot(a, tl.trans(a), total)
+    there = ((piece * rows + row) * samples + m)[:, None] * samples + m[None, :]
+    tl.store(out + there, total, mask=(m[:, None] < samples) & (m[None, :] < samples))
+
+
 def fit(count: int, most: int = WIDEST) -> int:
     return max(16, min(most, triton.next_power_of_2(count)))
 
@@ -301,3 +319,16 @@ def gradient(
         OUTPUTS=outputs, INPUTS=inputs, **skip, BIASED=bias is not None, STEP=step, PRECISION=precision,
         BM=bm, BN=bn, BK=bk, BLOCKS=blocks, AHEAD=2 if few or bm > 64 else 3, num_warps=4,
     )  # fmt: skip
+
+
+def products(x: Tensor) -> Tensor:
+    """Inner products of every row's samples (float16), each exact, summed up in float32."""
+    rows, samples, features = x.shape
+    x = x.contiguous()
+    pieces = max(1, min(triton.cdiv(528, rows), features // 512))
+    share = triton.cdiv(triton.cdiv(features, pieces), 64) * 64
+    out = x.new_empty(pieces, rows, samples, samples, dtype=torch.float32)
+    _products[(pieces, rows)](
+        x, out, samples, rows, share, x.stride(0), FEATURES=features, BM=fit(samples), BK=64, num_warps=4, num_stages=3
+    )
+    return out.sum(0)

@@ -25,11 +25,10 @@ from evenhand.engine.batches import (
 )
 from evenhand.engine.rounds import Ready, Replica, Settings
 from evenhand.engine.wishes import mixup_of, sees_one_batch
-from evenhand.engine.worker import Worker
+from evenhand.engine.worker import UNIT, Worker
 from evenhand.streams import round_stream
 
 AHEAD = 4  # rounds that are prepared at once
-UNIT = 8  # of clients with different numbers of steps rounds have a multiple of so many, and so fewer shapes
 
 
 @dataclass(frozen=True)
@@ -161,7 +160,8 @@ class Preparation:
     def _ready(self, index: int, cast: Cast, every: Batches, replicas: list[Replica]) -> Ready:
         counts = cast.counts
         if len(cast.cohorts) < len(replicas):
-            every = every.part(self._numbers(cast.rows()))
+            rows = cast.rows()
+            every = every.part(self._numbers(rows), rows)
         total = sum(counts)
         chunk = self.settings.chunk or max(1, total)
         pieces = [every] if chunk >= total else [every.part(slice(a, a + chunk)) for a in range(0, total, chunk)]

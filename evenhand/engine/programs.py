@@ -25,6 +25,7 @@ from torch.nn import functional
 from evenhand.checks import EvenhandError
 
 FLAT = 1e-12  # added to a squared length of at least 1/samples, so that samples which are all alike have no likeness
+ALIKE = 1e-6  # of products' trace: samples that differ by less are alike, up to rounding
 
 Tensors = dict[str, Tensor]
 
@@ -61,13 +62,17 @@ class Likeness(NamedTuple):
         near, far = ((own * other).sum((1, 2)) for other in (self.received, self.previous))
         return (self.strength * functional.softplus(far - near)).sum()
 
-    def pushes(self, activations: list[Tensor]) -> list[Tensor]:
-        """The loss's derivative by what the first layers answer, of all rows."""
-
-        def loss(activations: list[Tensor], *of_row: Tensor) -> Tensor:
-            return Likeness(*of_row).loss(activations)
-
-        found: list[Tensor] = vmap(grad(loss))(activations, *self)
+    def pushes(self, activations: Sequence[Tensor], products: Sequence[Tensor]) -> list[Tensor]:
+        """The loss's derivative by what the first layers answer, of all rows; products: as in `related`."""
+        found = []
+        for layer, (seen, known) in enumerate(zip(activations, products, strict=True)):
+            own, factor = related(known, self.real)
+            received, previous = self.received[:, layer], self.previous[:, layer]
+            lead = (own * (previous - received)).sum((1, 2))
+            slope = (self.strength[:, layer] * torch.sigmoid(lead)).view(-1, 1, 1) * (previous - received)
+            slope = 2.0 * factor * (slope - own * (own * slope).sum((1, 2), keepdim=True))
+            push = torch.bmm(centred(slope, self.real), seen.flatten(2).to(slope.dtype))
+            found.append(push.view(seen.shape))
         return found
 
 
@@ -81,6 +86,29 @@ def relations(activations: Tensor, real: Tensor) -> Tensor:
     centred = centred / torch.linalg.vector_norm(centred.detach()).clamp_min(1e-30)  # CKA knows no scale
     products = centred @ centred.T
     return products / (products.square().sum() + FLAT).sqrt()
+
+
+def related(products: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
+    """As `relations`, of all rows, from the inner products of the samples' activations (rows x samples x samples).
+
+    With what a change of the products counts in it. Products may be of activations less anything that all samples have
+    in common.
+    """
+    found = centred(products, real)
+    trace, whole = (torch.einsum("rii,ri->r", own, real).view(-1, 1, 1) for own in (found, products))
+    factor = torch.where(trace > ALIKE * whole, 1.0 / trace, 0.0)
+    found = found * factor
+    length = (found.square().sum((1, 2), keepdim=True) + FLAT).sqrt()
+    return found / length, factor / length
+
+
+def centred(products: Tensor, real: Tensor) -> Tensor:
+    """Inner products of the samples less their mean (rows x samples x samples), of which some are padding."""
+    count = real.sum(1, keepdim=True).clamp_min(1.0)
+    side = torch.bmm(products, real.unsqueeze(2)).squeeze(2) / count
+    mean = (side * real).sum(1, keepdim=True) / count
+    found = products - side.unsqueeze(2) - side.unsqueeze(1) + mean.unsqueeze(2)
+    return found * (real.unsqueeze(2) * real.unsqueeze(1))
 
 
 def layers_of(module: nn.Module) -> list[nn.Module]:
@@ -306,8 +334,14 @@ class FeedForward:
         return self._forward(tensors, inputs, active=active)[-1]
 
     def relations(self, count: int, tensors: Tensors, inputs: Tensor, real: Tensor) -> Tensor:
-        answers = self._answers(count, tensors, inputs)
-        return torch.stack([vmap(relations)(layer, real) for layer in answers], dim=1)
+        answers = self._answers(count, tensors, inputs, real)
+        return torch.stack([related(self.products(layer), real)[0] for layer in answers], dim=1)
+
+    def products(self, activations: Tensor) -> Tensor:
+        """Inner products of the samples' activations, less their mean lest it drown them (rows x samples x samples)."""
+        flat = activations.flatten(2)
+        flat = flat - flat.mean(1, keepdim=True)
+        return torch.bmm(flat, flat.transpose(1, 2))
 
     def gradients(
         self,
@@ -323,9 +357,11 @@ class FeedForward:
             scores = self._through(tensors, inputs, targets, weights, lean, found, full=False)
         else:
             seen: list[Tensor] = []
-            *activations, scores = self._forward(tensors, inputs, seen)
-            pushes = likeness.pushes(seen[: likeness.strength.shape[1]])
-            self._back(tensors, activations, self._error(scores, targets, weights, lean), found, pushes)
+            *activations, scores = self._forward(tensors, inputs, seen, likeness.real)
+            first = seen[: likeness.strength.shape[1]]
+            pushes = likeness.pushes(first, [self.products(layer) for layer in first])
+            error = self._error(scores, targets, weights, lean)
+            self._back(tensors, activations, error, found, pushes, likeness.real)
         return [found[name] for name in tensors], scores
 
     def step(
@@ -376,8 +412,8 @@ class FeedForward:
             activations.append(self._layer(tensors, layer, activations[-1], seen))
         return activations
 
-    def _answers(self, count: int, tensors: Tensors, inputs: Tensor) -> list[Tensor]:
-        """What the first layers answer."""
+    def _answers(self, count: int, tensors: Tensors, inputs: Tensor, active: Tensor | None = None) -> list[Tensor]:
+        """What the first layers answer; active: as in `_forward`."""
         answers, x = list[Tensor](), inputs.flatten(2)
         for layer in self.layers[:count]:
             x = self._layer(tensors, layer, x, answers)

@@ -15,7 +15,7 @@ from torch.func import functional_call
 from torch.nn import functional
 
 from evenhand.checks import EvenhandError, number
-from evenhand.engine.batches import Batches, Samples, extents, unpadded
+from evenhand.engine.batches import FILLED, FILLED_ON_A_GPU, Batches, Extents, Samples, unpadded
 from evenhand.engine.programs import FeedForward, Lean, Likeness, Program, Sequential, answering
 from evenhand.engine.recurrent import Recurrent
 from evenhand.geometry import STRETCH
@@ -349,11 +349,11 @@ class Local:
     @_precisely
     def measure(self, models: Tensor, batches: Batches, samples: Callable[[slice], Tensor] | None = None) -> Tensor:
         """Mean loss and accuracy of models on each row's own training data (2 x rows, float64)."""
-        if samples is None and len(models) in (1, len(batches.shares)) and self._uneven(batches, batches.shares):
+        if samples is None and self._uneven(batches, batches.shares):
             return self._measure_in_patches(models, batches)
         samples = samples or self._samples(batches)
         rows, steps, batch = batches.shares.shape
-        apart = isinstance(self.program, FeedForward) and self.program.opens and not batches.steady
+        apart = self.heavy and not batches.steady
         if apart:  # a row for each client, so that padding comes last
             models = models.repeat_interleave(rows // len(models), dim=0)
         tensors = self.shape.views(models)
@@ -466,14 +466,29 @@ class Local:
         return first
 
     def _uneven(self, batches: Batches, weights: Tensor, columns: Columns | None = None) -> bool:
-        """Whether so much of the batches is padding that a CPU does better to leave it out.
+        """Whether so much of the batches is padding that it is better left out.
 
-        Not where anything but models goes from step to step, or samples are mixed.
+        Not where anything but models goes from step to step, or samples are mixed. On a GPU where all of it is one
+        step; elsewhere those who stand still leave the program between stretches of steps (evenhand.engine.worker).
         """
-        if weights.is_cuda or batches.partners is not None or (columns is not None and columns.tables is not None):
+        if batches.partners is not None or (columns is not None and columns.tables is not None):
             return False
-        lengths, widths = extents(weights)
-        return len(weights) * max(lengths) * max(widths) > PADDED * int(torch.count_nonzero(weights))
+        if weights.is_cuda:
+            return self.in_patches(batches)
+        lengths, widths = Extents.of(weights)
+        return len(weights) * int(lengths.max()) * int(widths.max()) > PADDED * int(torch.count_nonzero(weights))
+
+    def in_patches(self, batches: Batches) -> bool:
+        """On a GPU: whether a round is one step on all data of clients who have much more or less than others."""
+        if batches.extents is None or not batches.whole or batches.steps > 1 or batches.partners is not None:
+            return False
+        widths = batches.extents.widths
+        return self.heavy and len(widths) * int(widths.max()) > PADDED * int(widths.sum())
+
+    @property
+    def heavy(self) -> bool:
+        """Whether a sample takes a GPU so long that padding is worth looking for."""
+        return isinstance(self.program, FeedForward) and self.program.opens
 
     def _train_in_patches(
         self,
@@ -487,7 +502,7 @@ class Local:
 
         Returns mean loss and accuracy before the first step, where that shows every row all its data.
         """
-        measured = torch.zeros(2, len(rows), dtype=torch.float64)
+        measured = torch.zeros(2, len(rows), dtype=torch.float64, device=rows.device)
         if isinstance(self.program, Sequential) and len(rows) > 1:  # which gains nothing by rows at once
             for row in range(len(rows)):
                 one = slice(row, row + 1)
@@ -495,7 +510,8 @@ class Local:
                 found = self._train_in_patches(rows[one], past, batches.part(one), columns.part(one), speed)
                 measured[:, one] = found
             return measured
-        for patches in unpadded(batches.weights[:, : batches.steps]):
+        extents = batches.extents or Extents.of(batches.weights[:, : batches.steps])
+        for patches in unpadded(extents, FILLED_ON_A_GPU if rows.is_cuda else FILLED):
             group = torch.tensor(patches[0].rows)
             here, told, past, speed = rows[group], columns.part(group), _some(received, group), _some(velocity, group)
             if columns.momentum is not None and speed is None:
@@ -516,8 +532,12 @@ class Local:
 
     def _measure_in_patches(self, models: Tensor, batches: Batches) -> Tensor:
         """As `measure`, of rows with different amounts of data."""
-        total = torch.zeros(2, len(batches.shares), dtype=torch.float64)
-        for patch in itertools.chain.from_iterable(unpadded(batches.shares)):
+        count, on_gpu = len(batches.shares), batches.shares.is_cuda
+        total = torch.zeros(2, count, dtype=torch.float64, device=models.device)
+        if len(models) > 1:
+            models = models.repeat_interleave(count // len(models), dim=0)
+        extents = batches.extents if on_gpu and batches.extents else Extents.of(batches.shares)  # of one step the same
+        for patch in itertools.chain.from_iterable(unpadded(extents, FILLED_ON_A_GPU if on_gpu else FILLED)):
             part = batches.only(patch)
             own = models if len(models) == 1 else models[patch.rows]
             total[:, patch.rows] += self.measure(own, part, self._samples(part))

@@ -6,16 +6,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from evenhand.engine.batches import Batches, Samples
 from evenhand.engine.graphs import Replayed
 from evenhand.engine.training import Columns, Local, evaluate
+from evenhand.transfer import sent
 
 Then = Callable[..., tuple[Tensor, ...]]
 
 LONGEST = 64  # local steps that are captured as one graph; longer rounds are played in stretches of so many
+UNIT = 8  # of clients with different numbers of steps rounds have a multiple of so many, and so fewer shapes
+PARTS = 8  # after so many steps those who are done leave the program, an eighth of all rows at a time
 
 
 class Worker:
@@ -24,6 +28,7 @@ class Worker:
     def __init__(self, local: Local) -> None:
         self.local = local
         self.replayed = Replayed() if Replayed.possible(local.inputs.device, local.program) else None
+        self.heavy = local.heavy
 
     def round(
         self,
@@ -40,8 +45,9 @@ class Worker:
         It is given the updates, what was measured, the models, and by name what stands `beside` them.
         """
         more = beside or {}
-        if self.replayed is None or batches.steps > LONGEST:
-            if self.replayed is None:
+        stretched = batches.steps > LONGEST or self._shrinks(batches)
+        if self.replayed is None or stretched or self.local.in_patches(batches):
+            if self.replayed is None or not stretched:
                 updates, measured = self.local.round(models, batches, columns, measuring=measuring, out=out)
             else:
                 updates, measured = self._in_stretches(models, batches, columns, measuring)
@@ -62,22 +68,25 @@ class Worker:
         rows = models.repeat_interleave(len(batches.indices) // len(models), dim=0)
         measured = models.new_full((2, len(rows)), torch.nan, dtype=torch.float64)
         if measuring:
-            measured = self.local.measure(models, batches)
+            measured = self.measure(models, batches)
         trained = self._trained(rows, rows.clone() if columns.looks_back else None, batches, columns)
         grouped = trained.view(len(models), -1, self.local.shape.total)
         torch.sub(models.unsqueeze(1), grouped, out=grouped)
         return trained, measured
 
+    def _shrinks(self, batches: Batches) -> bool:
+        """Whether those who are done with their steps leave the program."""
+        return self.heavy and not batches.steady and batches.extents is not None and batches.steps > UNIT
+
     def train(self, rows: Tensor, received: Tensor | None, batches: Batches, columns: Columns) -> None:
         """As `Local.train`."""
-        if self.replayed is None:
+        if self.replayed is None or self.local.in_patches(batches):
             self.local.train(rows, received, batches, columns)
         else:
             rows.copy_(self._trained(rows, received if columns.looks_back else None, batches, columns))
 
     def _trained(self, rows: Tensor, received: Tensor | None, batches: Batches, columns: Columns) -> Tensor:
         """The rows after all their steps, good until the next replay."""
-        assert self.replayed is not None
         carried = {
             "rows": rows,
             "received": received,
@@ -85,23 +94,51 @@ class Worker:
             "reached": None if columns.means is None else columns.means.clone(),
         }
         state = {name: tensor for name, tensor in carried.items() if tensor is not None}
-        kept = tuple(state)
+        if self._shrinks(batches):
+            return self._trained_in_company(state, batches, columns)
         pieces = [batches]
         if batches.steps > LONGEST:
             pieces = [batches.stretch(start, LONGEST) for start in range(0, batches.steps, LONGEST)]  # all alike
-        key = ("stretch", pieces[0].steps, pieces[0].steady, pieces[0].full)
+        for piece in pieces:
+            state = self._stretch(state, piece, columns)
+        return state["rows"]
+
+    def _trained_in_company(self, state: dict[str, Tensor], batches: Batches, columns: Columns) -> Tensor:
+        """As `_trained`, of rows with different numbers of steps: each leaves when it is done, or a little later."""
+        assert batches.extents is not None
+        lengths = batches.extents.lengths
+        order = np.argsort(-lengths, kind="stable")
+        place = sent(order, torch.int64, batches.indices.device)
+        state, batches, columns = {k: own[place] for k, own in state.items()}, batches.part(place), columns.part(place)
+        part = -(-len(order) // PARTS)
+        for start in range(0, batches.steps, UNIT):
+            moving = int(np.count_nonzero(lengths > start))
+            if not moving:
+                break
+            some = slice(0, min(len(order), -(-moving // part) * part))
+            held = {name: own[some] for name, own in state.items()}
+            found = self._stretch(held, batches.part(some).stretch(start, UNIT), columns.part(some))
+            for name, own in found.items():
+                held[name].copy_(own)
+        rows = torch.empty_like(state["rows"])
+        rows[place] = state["rows"]
+        return rows
+
+    def _stretch(self, state: dict[str, Tensor], piece: Batches, columns: Columns) -> dict[str, Tensor]:
+        """What rows are, and carry, after some steps; as a graph, good until its next replay."""
+        assert self.replayed is not None
+        kept = tuple(state)
 
         def work(**given: Tensor) -> tuple[Tensor, ...]:
             held = {name: given.pop(name) for name in kept}
-            own: dict[str, Any] = {name: given.pop(name) for name in pieces[0].tensors()}
+            own: dict[str, Any] = {name: given.pop(name) for name in piece.tensors()}
             so_far = held.get("velocity"), held.get("reached")
-            self.local.train(held["rows"], held.get("received"), replace(pieces[0], **own), Columns(**given), *so_far)
+            self.local.train(held["rows"], held.get("received"), replace(piece, **own), Columns(**given), *so_far)
             return tuple(held.values())
 
-        for piece in pieces:
-            found = self.replayed(key, work, {**state, **piece.tensors(), **columns.named()})
-            state = dict(zip(kept, found, strict=True))
-        return state["rows"]
+        key = ("stretch", piece.steps, piece.steady, piece.full)
+        found = self.replayed(key, work, {**state, **piece.tensors(), **columns.named()})
+        return dict(zip(kept, found, strict=True))
 
     def _replay(
         self,
@@ -132,7 +169,7 @@ class Worker:
 
     def measure(self, models: Tensor, batches: Batches) -> Tensor:
         """As `Local.measure`."""
-        if self.replayed is None:
+        if self.replayed is None or self.local.in_patches(batches):
             return self.local.measure(models, batches)
         return self._replay(("measure",), lambda *given: (self.local.measure(*given),), models, batches, {})[0].clone()
 
