@@ -405,9 +405,8 @@ def runs_of(experiment: Experiment, recorder: Recorder) -> list[Run]:
     for replica, record in zip(simulation.replicas, recorder.records, strict=True):
         shared = simulation.shape.views(replica.evaluated.unsqueeze(0))
         own = None if replica.personal is None else simulation.shape.views(replica.personal)
-        work = experiment.work if replica.lr is None else replace(experiment.work, lr=replica.lr)
         one = Run(
-            replace(experiment, method=replica.method, work=work, seeds=(replica.seed,)),
+            replace(experiment, method=replica.method, seeds=(replica.seed,)),
             replica.seed,
             record.names,
             record.test_samples,
@@ -421,7 +420,6 @@ def runs_of(experiment: Experiment, recorder: Recorder) -> list[Run]:
             holdings=simulation.holdings(replica),
             facts=known,
             seconds=record.seconds,
-            diverged=replica.diverged,
         )
         runs.append(one)
     return runs

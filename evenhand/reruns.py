@@ -133,10 +133,10 @@ class Wanted:
     drawn: tuple[str, ...] = ()
     parts: tuple[str, ...] = ()  # all that can be run, for a hint
 
-    def of(self, task: Task, run: Run, seconds: float) -> Result:
+    def of(self, task: Task, run: Run, diverged: int | None, seconds: float) -> Result:
         where = machine_of(task.experiment)
-        if run.diverged is not None:
-            return Result(dict.fromkeys(self.measures, math.nan), seconds, run.diverged, machine=where)
+        if diverged is not None:
+            return Result(dict.fromkeys(self.measures, math.nan), seconds, diverged, machine=where)
         found = {name: measured(run, name) for name in self.measures}
         return Result(found, seconds, series=self._series(task, run), machine=where)
 
@@ -181,9 +181,9 @@ def outcomes(program: Program, wanted: Wanted, progress: Progress | None = None)
         return {key: one for part in smaller for key, one in outcomes(part, wanted, progress).items()}
     seconds = (perf_counter() - started) / (len(tasks) * len(program.seeds))
     return {
-        (task.digest, seed): wanted.of(task, run, seconds)
+        (task.digest, seed): wanted.of(task, run, diverged, seconds)
         for task, of_seeds in zip(tasks, runs, strict=True)
-        for seed, run in zip(program.seeds, of_seeds, strict=True)
+        for seed, (run, diverged) in zip(program.seeds, of_seeds, strict=True)
     }
 
 
@@ -195,14 +195,15 @@ def _data(experiment: Experiment, parts: Sequence[str]) -> Dataset:
         raise EvenhandError(f"{error}{hint}") from error
 
 
-def played(program: Program, dataset: Dataset, progress: Progress | None) -> list[list[Run]]:
-    """Every task's runs, a seed each. One that diverges does not take the others with it."""
+def played(program: Program, dataset: Dataset, progress: Progress | None) -> list[list[tuple[Run, int | None]]]:
+    """Every task's runs, a seed each, and in which round one diverged, which does not take the others with it."""
     told = [task.experiment for task in program.tasks]
     methods, rates = [one.method for one in told], [one.work.lr for one in told]
     simulation = prepare(program.experiment, methods, dataset, rates=rates, forgiving=True)
     recorder = Recorder(simulation, None, progress=progress, label=program.label)
     recorder.run()
-    found = iter(runs_of(program.experiment, recorder))
+    ends = [replica.diverged for replica in simulation.replicas]
+    found = iter(zip(runs_of(program.experiment, recorder), ends, strict=True))
     return [[next(found) for _ in program.seeds] for _ in methods]
 
 

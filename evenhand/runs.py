@@ -72,8 +72,6 @@ class Run:
     """What the data and the model are: fingerprint, classes, layers."""
     seconds: Sequence[float | None] = field(default=(), repr=False)
     """How long each round took; None where that is not known."""
-    diverged: int | None = None
-    """The round from which on no client's update was finite, where others trained on in the same program."""
 
     def __str__(self) -> str:
         return f"{self.experiment}, seed {self.seed}: {self.fairness.sentence()}"
