@@ -92,6 +92,25 @@ def test_gradients_of_every_row_are_those_of_its_own_real_samples(kind, program)
             torch.testing.assert_close(mine[row], expected, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("program", [FeedForward, Batched, Sequential])
+def test_what_stands_in_the_place_of_padding_changes_no_bit(program):
+    module = build("mlp", (12,), 4, seed=1)
+    torch.manual_seed(2)
+    shape, chosen = Shape.of(module), program(module)
+    own, theirs, past = (shape.views(torch.stack([shape.flat(noisy_copy(module, 0.1))])) for _ in range(3))
+    inputs, targets = torch.randn(1, 10, 12), torch.randint(0, 4, (1, 10))
+    real = (torch.arange(10) < 6).float().unsqueeze(0)
+    given = []
+    for padding in (0.0, 7.0):
+        inputs[:, 6:] = padding
+        held = [chosen.relations(2, view, inputs, real) for view in (theirs, past)]
+        like = Likeness(torch.ones(1, 2), real, *held)
+        found, scores = chosen.gradients(own, inputs, targets, real / real.sum(), None, like)
+        given.append([*held, *found, scores[:, :6]])
+    for one, other in zip(*given, strict=True):
+        assert torch.equal(one, other)
+
+
 def test_the_term_has_the_gradient_that_differences_give():
     torch.manual_seed(0)
     real = torch.tensor([1.0] * 6 + [0.0] * 2, dtype=torch.float64)
@@ -210,7 +229,7 @@ def test_seeds_and_methods_together_give_what_each_gives_alone(more):
     wanted = Experiment().with_settings({**SMALL, "rounds": 3, "seeds": [0, 3], **more})
     several = [method("fedcka:layers=1"), method("fedavg"), method("fedprox"), method("fedcka:layers=2")]
     together = prepare(wanted, several)
-    together.groups = [together.replicas]
+    together.together = True
     together.run()
     for replica in together.replicas:
         alone = prepare(wanted.with_settings({"method": replica.method, "seeds": [replica.seed]}))

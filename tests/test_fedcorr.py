@@ -310,7 +310,7 @@ def test_seeds_and_methods_together_give_what_each_gives_alone():
     wanted = experiment(model="logistic", seeds=[0, 3], **{"sampling.dropout": 0.3, "chunk": 4})
     several = [method("fedcorr:iterations=3,together=2,confidence=0.3"), method("fedavg"), method(FEDCORR)]
     together = prepare(wanted, several)
-    together.groups = [together.replicas]
+    together.together = True
     together.run()
     for replica in together.replicas:
         alone = prepare(wanted.with_settings({"method": replica.method, "seeds": [replica.seed]}))

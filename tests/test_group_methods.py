@@ -183,7 +183,7 @@ def simulation_of(name, data: Dataset | None = None, together: bool = False, **c
     methods = [method(one) for one in ([name] if isinstance(name, str) else name)]
     made = prepare(Experiment().with_settings({**chosen, "method": methods[0]}), methods, dataset=data)
     if together:
-        made.groups = [made.replicas]
+        made.together = True
     return made
 
 

@@ -117,7 +117,7 @@ def test_a_run_trains_on_the_wrong_labels_and_is_tested_on_the_truth(name):
 def test_seeds_have_labels_of_their_own_whichever_way_they_run(program):
     wanted = {**SMALL, "method": "fedavg", "noise": "0.7,0.5", "program": program, "rounds": 2}
     together = prepare(Experiment().with_settings({**wanted, "seeds": [0, 4]}))
-    together.groups = [together.replicas]  # as one program, as on a GPU
+    together.together = True  # as one program, as on a GPU
     together.run()
     for replica in together.replicas:
         alone = prepare(Experiment().with_settings({**wanted, "seeds": [replica.seed]}))

@@ -171,9 +171,9 @@ class Fused(FeedForward):
         kept, flat = self._opened(tensors, inputs, active, most=count)
         return [*_answered(kept, flat), *super()._answers(count - len(kept), tensors, flat)]
 
-    def products(self, activations: Tensor) -> Tensor:
+    def products(self, activations: Tensor, real: Tensor) -> Tensor:
         if activations.dtype != torch.float16 or activations.shape[1] > WIDEST:
-            return super().products(activations.to(torch.float32))
+            return super().products(activations.to(torch.float32), real)
         found: Tensor = self.kernels.products(activations.flatten(2))  # exact products, so that the mean drowns nothing
         return found
 

@@ -335,12 +335,15 @@ class FeedForward:
 
     def relations(self, count: int, tensors: Tensors, inputs: Tensor, real: Tensor) -> Tensor:
         answers = self._answers(count, tensors, inputs, real)
-        return torch.stack([related(self.products(layer), real)[0] for layer in answers], dim=1)
+        return torch.stack([related(self.products(layer, real), real)[0] for layer in answers], dim=1)
 
-    def products(self, activations: Tensor) -> Tensor:
-        """Inner products of the samples' activations, less their mean lest it drown them (rows x samples x samples)."""
-        flat = activations.flatten(2)
-        flat = flat - flat.mean(1, keepdim=True)
+    def products(self, activations: Tensor, real: Tensor) -> Tensor:
+        """Inner products of the samples' activations, less their mean lest it drown them (rows x samples x samples).
+
+        What stands in the place of padding has no say in the others' (nor has its own any meaning).
+        """
+        flat, count = activations.flatten(2), real.sum(1).clamp_min(1.0)
+        flat = flat - torch.bmm(real.unsqueeze(1), flat) / count.view(-1, 1, 1)
         return torch.bmm(flat, flat.transpose(1, 2))
 
     def gradients(
@@ -359,7 +362,7 @@ class FeedForward:
             seen: list[Tensor] = []
             *activations, scores = self._forward(tensors, inputs, seen, likeness.real)
             first = seen[: likeness.strength.shape[1]]
-            pushes = likeness.pushes(first, [self.products(layer) for layer in first])
+            pushes = likeness.pushes(first, [self.products(layer, likeness.real) for layer in first])
             error = self._error(scores, targets, weights, lean)
             self._back(tensors, activations, error, found, pushes, likeness.real)
         return [found[name] for name in tensors], scores
