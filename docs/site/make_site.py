@@ -40,7 +40,7 @@ NAVIGATION = {
     "How to": ["compare", "data", "model", "add-a-method", "audit", "resume", "tune", "notebooks"],
     "See and deploy": ["report", "watch", "loggers", "flower"],
     "Reference": ["methods", "even", "simulator", "api", "benchmarks"],
-    "Results": ["recipes", *RESULTS],
+    "Results": ["findings", "recipes", *RESULTS],
     "Project": ["contributing", "changelog"],
 }
 MADE_OF = {"CONTRIBUTING.md": "contributing", "CHANGELOG.md": "changelog", "README.md": "index"}
