@@ -83,13 +83,17 @@ def pat(
     rng: np.random.Generator,
     *,
     pairing: str = "random",
+    balance: bool = True,
 ) -> Allocation:
     """K classes per client, sizes as equal as the classes allow.
 
     pairing="random": classes drawn at random, each by as many clients as its size deserves. pairing="block": FedLF's
     code, where each class in order goes to the first clients with room, so that only few kinds of client exist.
+    balance=False: an option of the same code. Of a class every client gets between a tenth and the whole of an equal
+    share, and the last one what is left.
     """
     choice("pairing", pairing, ("random", "block"))
+    flag("balance", balance)
     each = _whole("pat", argument, "classes per client")
     count = clients or CLIENTS
     present = [int(c) for c in np.flatnonzero(np.bincount(pool.labels, minlength=pool.classes))]
@@ -103,8 +107,18 @@ def pat(
     owner = np.full(len(pool), -1, np.int64)
     for c, chosen in holders.items():
         if len(chosen):
-            owner[members[c]] = np.repeat(chosen, apportion(len(members[c]), np.ones(len(chosen))))
+            shares = apportion(len(members[c]), np.ones(len(chosen)))
+            owner[members[c]] = np.repeat(chosen, shares if balance else _unbalanced(shares, rng))
     return Allocation(owner, count)
+
+
+def _unbalanced(shares: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """All but the last get between a tenth and the whole of an equal share, at least one sample; the last the rest."""
+    most = int(shares.min())
+    if most < 2:
+        return shares
+    drawn = rng.integers(max(1, most // 10), most, len(shares) - 1)
+    return np.append(drawn, shares.sum() - drawn.sum())
 
 
 def _block_holders(clients: int, each: int, present: Sequence[int]) -> dict[int, np.ndarray]:

@@ -15,7 +15,16 @@ from official import balanced, small
 import evenhand as eh
 from evenhand.data import Dataset, partition, partitions
 
-DISJOINT = ["iid", "pat:2", "pat:2,pairing=block", "shards:2", "dir:0.3", "dir:0.3,cap=none", "dir:0.3,per=client"]
+DISJOINT = [
+    "iid",
+    "pat:2",
+    "pat:2,pairing=block",
+    "pat:2,balance=false",
+    "shards:2",
+    "dir:0.3",
+    "dir:0.3,cap=none",
+    "dir:0.3,per=client",
+]
 DISJOINT += ["dir:0.3,per=client,balance=false", "sizes:lognormal", "natural:site", "shares:high,by=sex"]
 
 
@@ -144,6 +153,19 @@ def test_pat_pairs_classes_at_random_and_in_blocks_only_when_asked():
                 assert held[20 * block : 20 * (block + 1), [2 * block, 2 * block + 1]].all()
     assert len(kinds["block"]) == 5
     assert len(kinds["random"]) > 25
+
+
+def test_unbalanced_pat_gives_the_last_of_a_class_what_the_others_leave():
+    data = balanced(10, 7000)
+    held = partition(data, "pat:2", clients=100, pairing="block", balance=False).label_counts(data)
+    for label, of_class in enumerate(held.T):
+        first = 20 * (label // 2)
+        others, last = of_class[first : first + 19], of_class[first + 19]
+        assert others.min() >= 35
+        assert others.max() < 350
+        assert others.max() > 2 * others.min()
+        assert last == 7000 - others.sum() > 2000
+    assert (partition(balanced(5, 3), "pat:1", clients=10, balance=False).sizes <= 2).all()  # too few to differ
 
 
 def test_blocks_need_room_for_every_class():
