@@ -14,11 +14,14 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
 import typer
+from typer.core import TyperCommand
 
 from evenhand.checks import EvenhandError, plain_value
 from evenhand.terminal import print_comparison, print_run, progress
 
 if TYPE_CHECKING:
+    from click import Context
+
     from evenhand.comparison import Comparison
     from evenhand.folders import Folder
     from evenhand.runs import Runs
@@ -41,6 +44,13 @@ _plain_warning = warnings.formatwarning
 Command = TypeVar("Command", bound=Callable[..., None])
 
 
+class PlainCommand(TyperCommand):
+    """Typer escapes "[default: 1]" for rich also where rich prints nothing."""
+
+    def get_help(self, ctx: Context) -> str:
+        return super().get_help(ctx).replace("\\[", "[")
+
+
 def command(name: str) -> Callable[[Command], Command]:
     """A command whose errors are one line on stderr and an exit code."""
 
@@ -56,7 +66,7 @@ def command(name: str) -> Callable[[Command], Command]:
                 _say(str(stop) or "stopped at once")
                 raise typer.Exit(128 + getattr(stop, "signal_number", 2)) from stop
 
-        app.command(name)(guarded)
+        app.command(name, cls=PlainCommand)(guarded)
         return function
 
     return wrap
@@ -1118,7 +1128,7 @@ def _print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         console.print(table)
         return
     for name, *facts, said in rows:
-        known = "; ".join(f"{head} {fact}" for head, fact in zip(heads[1:-1], facts, strict=True) if fact != "-")
+        known = "; ".join(f"{head}: {fact}" for head, fact in zip(heads[1:-1], facts, strict=True) if fact != "-")
         print(name)
         for text in filter(None, (said, known)):
             print(textwrap.fill(text, console.width - 1, initial_indent="    ", subsequent_indent="    "))

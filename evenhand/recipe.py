@@ -540,7 +540,7 @@ class RecipeTable(Listing[RecipeInfo]):
         return text_table([HEADS, *self.rows()])
 
 
-HEADS = ("recipe", "data", "data is here", "estimate, H200", "paper", "what it shows")
+HEADS = ("recipe", "data", "here", "estimate, H200", "paper", "what it shows")
 
 
 def names() -> list[str]:

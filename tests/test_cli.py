@@ -30,12 +30,13 @@ def test_the_version(evenhand):
     assert evenhand("--version") == (0, f"evenhand {__version__}\n", "")
 
 
-@pytest.mark.parametrize("command", ["run", "compare", "methods", "datasets", "partitions", "models", "report"])
+@pytest.mark.parametrize("command", sorted(get_command(cli.app).commands))
 def test_every_command_explains_itself(evenhand, command):
     code, said, _ = evenhand(command, "--help")
     assert code == 0
     assert "Usage: evenhand" in said
     assert len(said.splitlines()[2].strip()) > 20
+    assert "\\" not in said
     listed = evenhand("--help")[1]
     assert command in listed
 
