@@ -829,7 +829,7 @@ def methods(
     """
     from dataclasses import asdict
 
-    from evenhand.methods import method
+    from evenhand.methods import OBJECTIVES, SERVERS, method
     from evenhand.methods import methods as known
 
     entries = [entry for entry in known() if name is None or entry.name == method(name).name]
@@ -838,6 +838,9 @@ def methods(
     elif name is None:
         rows = [(e.name, ", ".join(e.needs) or "-", e.paper, e.summary) for e in entries]
         _print_table(("method", "needs", "paper", "what it does"), rows)
+        print("\nAny of them can have another server step or objective: fedavg:server=recent,rounds=10")
+        for part, parts in (("server", SERVERS), ("objective", OBJECTIVES)):
+            print(textwrap.fill(f"{part + '=':<11} {', '.join(parts)}", 110, subsequent_indent=" " * 12))
     else:
         for entry in entries:
             print(f"{entry.name}: {entry.summary}\n")

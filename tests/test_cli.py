@@ -21,6 +21,7 @@ from typer.main import get_command
 
 from evenhand import __version__, cli
 from evenhand.experiment import load_toml
+from evenhand.methods import OBJECTIVES, SERVERS
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = ["--clients", "12", "--rounds", "4", "--eval-every", "2"]
@@ -305,6 +306,8 @@ def test_what_there_is(evenhand, command, name):
 
 def test_one_method_and_one_partition(evenhand):
     assert "alpha = " in evenhand("methods", "fedfv")[1]
+    listed = evenhand("methods")[1]
+    assert all(f" {part}" in listed.partition("objective: fedavg:")[2] for part in [*SERVERS, *OBJECTIVES])
     said = evenhand("methods", "qffl")[1]
     assert "needs     losses, lr" in said
     assert "lipschitz = none" in said

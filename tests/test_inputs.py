@@ -68,6 +68,9 @@ def refused(said, *args, **kwargs):
         ("even", {"server": "fedadam:etta=1"}, "server step fedadam has no setting 'etta'; did you mean 'eta'"),
         ("even", {"server": {"name": "momentum", "bta": 1}}, "server step momentum has no setting 'bta'"),
         ("even", {"server": {}}, "unknown server step None"),
+        ("even:server=fedadm", {}, "unknown server step 'fedadm'; did you mean 'fedadam'"),
+        ("even:server=none", {}, "given by name, not as NoneType"),
+        ("fedlf:objective=proximal,nu=1", {}, "fedlf has no setting 'nu'; did you mean 'mu'"),
         ("even", {"objective": "proximl"}, "unknown objective 'proximl'; did you mean 'proximal'"),
         ("even", {"objective": "proximal:nu=1"}, "objective proximal has no setting 'nu'; did you mean 'mu'"),
         (3, {}, "a method is given by name, not as int"),
@@ -702,6 +705,18 @@ def test_a_name_may_carry_settings():
     assert eh.method("fedadam:eta=1e-2").server.eta == 0.01
     by_string = eh.aggregate("fedfv:alpha=0.2,tau=3", updates_of(), losses=np.arange(5.0))
     by_keyword = eh.aggregate("fedfv", updates_of(), losses=np.arange(5.0), alpha=0.2, tau=3)
+    np.testing.assert_array_equal(by_string.update, by_keyword.update)
+
+
+def test_a_name_may_carry_another_server_step_and_objective():
+    assert eh.method("fedavg:server=recent,rounds=7") == eh.method("fedavg", server="recent:rounds=7")
+    assert eh.method("fedavg:rounds=7,server=recent") == eh.method("fedavg", server="recent:rounds=7")
+    wanted = eh.method("fedlf", server="fedadam:eta=0.01", objective="proximal:mu=0.1", fair=False)
+    assert eh.method("fedlf:fair=false,server=fedadam:eta=0.01,objective=proximal,mu=0.1") == wanted
+    assert eh.method("fedavg:server=recent", server="plain") == eh.method("fedavg")
+    assert eh.method("fedavg:server=fedadam", eta=0.5).server == eh.method("fedadam:eta=0.5").server
+    by_string = eh.aggregate("fedfv:server=fedadam", updates_of(), losses=np.arange(5.0))
+    by_keyword = eh.aggregate("fedfv", updates_of(), losses=np.arange(5.0), server="fedadam")
     np.testing.assert_array_equal(by_string.update, by_keyword.update)
 
 

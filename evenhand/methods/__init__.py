@@ -230,7 +230,8 @@ def method(
 ) -> Method:
     """A method by name, with its settings: `method("adafed", gamma=1, server="fedadam:eta=0.01")`.
 
-    The name may carry settings too (`"fedfv:alpha=0.1,tau=10"`); a Method or its dictionary is accepted as well.
+    The name may carry settings too, another server step or objective among them, whose own settings follow:
+    `"fedfv:alpha=0.1,tau=10"`, `"fedavg:server=recent,rounds=10"`. A Method or its dictionary is accepted as well.
     """
     if isinstance(name, Method):
         chosen = name
@@ -242,12 +243,19 @@ def method(
             raise EvenhandError(
                 f"unknown method {word!r}{near_miss(word, METHODS)} (evenhand methods lists all {len(METHODS)})"
             )
-        chosen = METHODS[word].with_settings(written)
-    if server is not None:
-        chosen = replace(chosen, server=_part(server, SERVERS, ServerStep, "server step"))
-    if objective is not None:
-        chosen = replace(chosen, objective=_part(objective, OBJECTIVES, Objective, "objective"))
-    return chosen.with_settings(settings)
+        own = {part: written.pop(part) for part in ("server", "objective") if part in written}
+        chosen = _with_parts(METHODS[word], **own).with_settings(written)
+    given = {part: word for part, word in (("server", server), ("objective", objective)) if word is not None}
+    return _with_parts(chosen, **given).with_settings(settings)
+
+
+def _with_parts(chosen: Method, **parts: Any) -> Method:
+    """The same method with another server step or objective."""
+    if "server" in parts:
+        chosen = replace(chosen, server=_part(parts["server"], SERVERS, ServerStep, "server step"))
+    if "objective" in parts:
+        chosen = replace(chosen, objective=_part(parts["objective"], OBJECTIVES, Objective, "objective"))
+    return chosen
 
 
 def _part(given: Any, known: Mapping[str, Part], kind: type[Part], spoken: str) -> Part:
