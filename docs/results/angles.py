@@ -1,4 +1,4 @@
-"""Which rows of FedLF's tables cannot be: python docs/results/angles.py fedlf/table1 fedlf/table2 ...
+"""Which rows of FedLF's tables cannot be: python docs/results/angles.py
 
 Accuracies of 100 clients with a given mean, whose five worst and five best have given means, are at least so far apart;
 their angle to equal ones has a least value, reached where the ten are two kinds and the other ninety are all alike.
@@ -8,13 +8,12 @@ whose printed angle is smaller than the least mean angle of five such runs.
 
 from __future__ import annotations
 
-import sys
-
 import numpy as np
 from scipy.optimize import minimize
 
 from evenhand.recipe import find_recipe
 
+TABLES = tuple(f"fedlf/table{number}" for number in (1, 2, 3, 6, 7, 8))
 RUNS, TENTH, HALF = 5, 0.05, 0.0005  # 5% of the clients are the worst, 5% the best; half a digit
 STARTS = 20
 
@@ -58,11 +57,11 @@ def least_mean_angle(numbers: Vector, spreads: Vector) -> float:
     return least
 
 
-def main(*names: str) -> None:
+def main() -> None:
     print("| table | part | row | mean | worst 5% | best 5% | printed angle | least possible |")
     print("|---|---|---|---:|---:|---:|---:|---:|")
     count = 0
-    for name in names:
+    for name in TABLES:
         for row in find_recipe(name).rows:
             for part, numbers in row.numbers.items():
                 if None in numbers:
@@ -80,4 +79,4 @@ def main(*names: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()
