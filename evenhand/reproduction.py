@@ -9,7 +9,7 @@ import datetime
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
@@ -132,6 +132,7 @@ class Reproduction:
     only_parts: tuple[str, ...] = ()  # empty: all
     tasks: dict[tuple[str, str, bool], Task] = field(default_factory=dict)
     results: dict[tuple[str, int], Result] = field(default_factory=dict)
+    trials: set[tuple[str, int]] = field(default_factory=set)  # those of the results that chose settings
     ran: int = 0
     found: int = 0  # were there already
     seconds: float = 0.0
@@ -143,6 +144,11 @@ class Reproduction:
     def parts(self) -> list[Part]:
         asked = self.only_parts or [part.name for part in self.recipe.parts]
         return [part for part in self.recipe.parts if not part.unavailable and part.name in asked]
+
+    @property
+    def runs(self) -> set[tuple[str, int]]:
+        """Digest and seed of what the cells are made of."""
+        return {(task.digest, seed) for task in self.tasks.values() for seed in self.seeds}
 
     def values(self, part: Part, row: Row, column: Column, quirks: bool) -> Floats:
         """One number a seed, in the paper's unit; not-a-number where the training diverged."""
@@ -352,15 +358,22 @@ class Reproduction:
         return f"{said}. {arrows}"
 
     def _took(self) -> str:
-        said = f"{self.ran} runs (a row, a setting and a seed each) in {_duration(self.seconds)} on {self.device}"
+        """What was run now and what was there, and how long all of it took wherever it was run."""
+        cells, trials = self.runs, self.trials - self.runs
+        each = "runs (a row, a setting and a seed each)"
+        said = f"{self.ran} {each} in {_duration(self.seconds)} on {self.device}"
         if self.found:
-            spent = sum(self.results[task.digest, seed].seconds for task in self.tasks.values() for seed in self.seeds)
-            said += f"; {self.found} were there already; all cells together took {_duration(spent)}"
-        ran = [self.results[task.digest, seed].machine for task in self.tasks.values() for seed in self.seeds]
-        counts = Counter(machine or "a machine that was not written down" for machine in ran)
-        if len(counts) > 1 or (counts and not self.ran):
-            said += "; cells run on " + " and ".join(f"{machine} ({count})" for machine, count in counts.most_common())
+            said = f"{said}; {self.found}" if self.ran else f"All {self.found} {each}"
+            said += f" were there already. The cells' {len(cells)} runs took {self._spent(cells)}"
+            said += f", the {len(trials)} trials that chose their settings {self._spent(trials)}" if trials else ""
+        ran = Counter(self.results[who].machine or "a machine that was not written down" for who in cells | trials)
+        if len(ran) > 1 or (ran and not self.ran):
+            said += "; run on " + " and ".join(f"{machine} ({count})" for machine, count in ran.most_common())
         return said + "."
+
+    def _spent(self, runs: Collection[tuple[str, int]]) -> str:
+        """Each run's share of the program that it trained in, added up."""
+        return _duration(sum(self.results[who].seconds for who in runs))
 
     def __str__(self) -> str:
         """What the command line prints."""
@@ -541,8 +554,10 @@ def reproduce(
     final = {task.cell: task for task in _final(found, more, tried, runner.results) if task.cell not in undecided}
     found.tasks = {cell: task for cell, task in final.items() if not stored or runner.holds(task, chosen_seeds)}
     found.missing = len(undecided) + len(final) - len(found.tasks)
+    if recipe.choose is not None:
+        found.trials = {(task.digest, seed) for task in trials for seed in recipe.choose.seeds} & set(runner.results)
     if stored:
-        runner.found = len(found.tasks) * len(chosen_seeds)
+        runner.found = len(found.trials | found.runs)
     else:
         runner.run(list(found.tasks.values()), chosen_seeds)
     found.results, found.ran, found.found = runner.results, runner.ran, runner.found

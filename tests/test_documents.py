@@ -351,11 +351,26 @@ def test_the_site_builds_without_a_warning_and_needs_no_network(tmp_path):
         assert found is None, f"{path.name}: {found[0]}"
 
 
-def test_the_first_table_of_the_readme_is_that_of_the_committed_runs():
-    place = ROOT / "docs" / "results" / "front.py"
-    spec = importlib.util.spec_from_file_location("front", place)
+def results_script(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / "results" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
-    front = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(front)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_first_table_of_the_readme_is_that_of_the_committed_runs():
+    front = results_script("front")
     assert front.table(front.read()) in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_times_of_the_recipes_are_those_of_the_committed_runs():
+    pages = results_script("pages")
+    said = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| \[.+?\]\(results/(.+?)/results\.md\).*\| (.+?) \|$", said, flags=re.MULTILINE)
+    assert len(listed) > 30
+    assert dict(listed) == {name: pages.times(pages.HERE / name) for name, _ in listed}
+    assert f"shortened ones too: {pages.times(*pages.folders())})" in said
+    for place in pages.folders():
+        assert f"results/{place.name}/results.md" in said

@@ -261,7 +261,12 @@ def test_a_table_is_run_and_not_run_again(tiny, tmp_path):
     assert (again.ran, again.found) == (0, 16)
     assert [cell.mean for _, _, cell in again.cells(True)] == [cell.mean for _, _, cell in first.cells(True)]
     assert len(lines_of(out)) == 16
-    assert "16 were there already" in str(again)
+    assert "All 16 runs (a row, a setting and a seed each) were there already. The cells' 8 runs took " in str(again)
+    assert ", the 8 trials that chose their settings " in str(again)
+    times = {line["stage"]: 0.0 for line in lines}
+    for line in lines:
+        times[line["stage"]] += float(line["seconds"])
+    assert sum(again.results[who].seconds for who in again.trials) == pytest.approx(times["trial"], abs=0.01)
     kept = (out / "results.csv").read_text().splitlines()
     (out / "results.csv").write_text("\n".join(kept[:-2]) + "\n" + kept[-1][:40])  # cut in the middle of a line
     third = reproduce(tiny, out=out)
