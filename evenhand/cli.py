@@ -455,7 +455,8 @@ def tune(
     if as_json:
         _print_json(found.to_dict())
     elif not quiet:
-        print(f"{found.experiment}; judged by {by} on validation data\n\n{found}\n\nbest    {found.best.said()}")
+        print(f"{found.method.name} on {found.experiment.setting()}; judged by {by} on validation data\n")
+        print(f"{found}\n\nbest    {found.best.said()}")
         print(f"train   {found.command()}  (with your other options)")
 
 

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from evenhand.comparison import SEEDS, method_label
+from evenhand.comparison import SEEDS
 from evenhand.experiment import Experiment
 from evenhand.methods import Method, method
 from evenhand.toml import written
@@ -37,7 +37,7 @@ def run_command(experiment: Experiment) -> str:
     >>> run_command(Experiment().with_settings({"method": "fedfv:alpha=0.2", "lr": 0.05, "seeds": 3}))
     'evenhand run fedfv:alpha=0.2 --lr 0.05 --seeds 3'
     """
-    label = method_label(experiment.method)
+    label = experiment.method.written
     if not _says(label, experiment.method):
         return "evenhand run --config experiment.toml"
     return shlex.join(["evenhand", "run", label, *_options(experiment, seeds=1)])

@@ -25,7 +25,7 @@ from evenhand.engine.groups import check_groups
 from evenhand.experiment import Experiment, can_simulate, chosen_experiment, load_data
 from evenhand.fairness import PairedTest, few, paired_test
 from evenhand.folders import COMPARISON, REPORT, SUMMARY, TABLES, ComparisonFolder, RunFolder, file_name, sweep, writing
-from evenhand.methods import METHODS, Method, method
+from evenhand.methods import Method, method
 from evenhand.pieces import play as play_in_pieces
 from evenhand.pieces import refuse_log
 from evenhand.recording import CHECKPOINT_EVERY, Diverged, Interrupted, Progress
@@ -539,7 +539,7 @@ def side_by_side(places: Sequence[str | Path]) -> Comparison:
             found = {label: (entry, entry.folder) for label, entry in load_comparison(place).runs.items()}
         else:
             entry = load_runs(place)
-            found = {method_label(entry.experiment.method): (entry, Path(place))}
+            found = {entry.experiment.method.written: (entry, Path(place))}
         for label, (entry, where) in found.items():
             if not all(run.evaluations for run in entry):
                 raise EvenhandError(f"{str(place)!r} has not been measured yet, so there is nothing to compare")
@@ -583,22 +583,11 @@ def labelled(methods: Sequence[Any]) -> dict[str, Method]:
     found: dict[str, Method] = {}
     for given in methods:
         chosen = method(given)
-        label = "".join(given.split()) if isinstance(given, str) else method_label(chosen)
+        label = "".join(given.split()) if isinstance(given, str) else chosen.written
         if label in found:
             raise EvenhandError(f"the method {label!r} is given twice")
         found[label] = chosen
     return found
-
-
-def method_label(chosen: Method) -> str:
-    """The name, and the settings that are not the named method's own."""
-    known = METHODS.get(chosen.name)
-    changed = []
-    for part in ("rule", "server", "objective"):
-        here = chosen.to_dict()[part]
-        there = known.to_dict()[part] if known else {}
-        changed += [f"{name}={value}" for name, value in here.items() if there.get(name, ...) != value]
-    return chosen.name + (":" + ",".join(changed) if changed else "")
 
 
 def _description(chosen: Experiment, methods: Mapping[str, Method]) -> str:

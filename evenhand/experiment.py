@@ -82,7 +82,7 @@ class Experiment:
         choice("keep_on", self.keep_on, (AUTO, "cpu"))
 
     def __str__(self) -> str:
-        return f"{self.method.name} on {self.setting()}"
+        return f"{self.method.written} on {self.setting()}"
 
     @property
     def data_name(self) -> str:

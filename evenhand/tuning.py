@@ -26,7 +26,7 @@ from evenhand.data import Dataset, Partition, Split
 from evenhand.experiment import Experiment, chosen_experiment, load_data, prepare
 from evenhand.fairness import MEASURES
 from evenhand.folders import writing
-from evenhand.methods import Method, method
+from evenhand.methods import Method, method, parse
 from evenhand.recording import Progress, Status
 from evenhand.runs import OF_LOSSES, Run
 from evenhand.storage import to_json
@@ -154,9 +154,11 @@ class Tuned:
         return self.experiment.method
 
     def command(self) -> str:
-        """What to type to train with the best settings."""
+        """What to type to train with the best settings, the method's own among them."""
+        text = self.method.written
         own = {name: value for name, value in self.best.settings.items() if name not in OF_WORK}
-        inside = ",".join(f"{name}={_short(value)}" for name, value in own.items())
+        chosen = ",".join(f"{name}={_short(value)}" for name, value in own.items() if name not in parse(text)[1])
+        text += f"{',' if ':' in text else ':'}{chosen}" if chosen else ""
         work = "".join(
             f" --{name.replace('_', '-')} {_short(value)}"
             for name, value in self.best.settings.items()
@@ -165,7 +167,7 @@ class Tuned:
         more = "".join(
             f" --set {name}={_short(value)}" for name, value in self.best.settings.items() if name in OF_WORK[3:]
         )
-        return f"evenhand run {self.method.name}{':' * bool(inside)}{inside}{work}{more}"
+        return f"evenhand run {text}{work}{more}"
 
     def __str__(self) -> str:
         names = list(dict.fromkeys(name for trial in self.trials for name in trial.settings))

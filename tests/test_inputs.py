@@ -720,6 +720,16 @@ def test_a_name_may_carry_another_server_step_and_objective():
     np.testing.assert_array_equal(by_string.update, by_keyword.update)
 
 
+@pytest.mark.parametrize("server", SERVERS)
+@every_method
+def test_what_is_written_is_read_as_the_same_method(name, server):
+    assert eh.method(name).written == name
+    for settings in ({}, {"server": server}, {"server": server, "objective": "proximal:mu=0.25"}):
+        for eta in ({}, {"eta": 0.625}):
+            chosen = eh.method(name, **settings, **(eta if hasattr(eh.method(name, **settings).server, "eta") else {}))
+            assert eh.method(chosen.written) == chosen
+
+
 def test_the_default_method_is_even():
     assert eh.method() == eh.method("even")
 

@@ -387,6 +387,9 @@ def test_without_the_library_the_way_to_get_it_is_named(compared, command, monke
         {"method": "fedfv:alpha=0.2,tau=3", "lr": 0.05, "seeds": [3, 7], "cohort": 4, "clients": 20},
         {"method": "qffl", "batch_size": None, "split": [0.5, 0.0, 0.5], "partition": "dir:0.1", "seeds": [7]},
         {"data": "synthetic:1,1", "data_options.clients": 40, "momentum": 0.9, "noise": "0.2,0.5", "split": "official"},
+        {"method": "fedfv:server=fedadam,eta=0.01", "rounds": 3},
+        {"method": "fedavg:weights=uniform,server=recent,rounds=7,objective=proximal,mu=0.1"},
+        {"method": "mfairfl:beta=0.5,server=momentum:beta=0.25,eta=0.5,gamma=2"},
         {"model_options.width": 12, "measure": "losses", "participation": 0.4, "data_dir": "/some where"},
     ],
 )
@@ -399,7 +402,7 @@ def test_the_command_of_a_run_repeats_it(settings, monkeypatch):
 
 
 def test_what_a_line_cannot_say_is_in_the_description():
-    mixed = method("fedfv", server="fedadam:eta=0.01")
+    mixed = method("fedfa", objective="group-constraints:alpha=0.05,gamma=2")  # the rule and the server have these, too
     assert run_command(Experiment(method=mixed)) == "evenhand run --config experiment.toml"
     assert compare_command(Experiment(), {"a": mixed}) == "evenhand compare --config comparison.toml"
 

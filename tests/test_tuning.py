@@ -137,7 +137,7 @@ def test_trials_are_what_each_run_gives_alone():
     best = found.best.settings
     assert found.method == method("fedfv", alpha=best["alpha"])
     assert found.experiment.work.lr == best["lr"]
-    assert found.command() == f"evenhand run fedfv:alpha={best['alpha']:g} --lr {best['lr']:g}"
+    assert found.command() == f"evenhand run fedfv:alpha={best['alpha']} --lr {best['lr']:g}"
     assert len(found.table) == 8
     assert "0.3*mean + 0.7*worst" in str(found)
 
@@ -145,6 +145,9 @@ def test_trials_are_what_each_run_gives_alone():
 def test_settings_written_with_the_method_stay():
     found = tune("fedfv:tau=1", space={"alpha": [0.5]}, **SMALL)
     assert (found.method.rule.tau, found.method.rule.alpha) == (1, 0.5)
+    assert found.command() == "evenhand run fedfv:alpha=0.5,tau=1"
+    found = tune("fedavg:server=recent,rounds=4", space={"weights": ["uniform"]}, **SMALL)
+    assert found.command() == "evenhand run fedavg:weights=uniform,server=recent,rounds=4"
 
 
 def test_group_fairness_can_be_weighed():

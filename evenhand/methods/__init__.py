@@ -56,6 +56,29 @@ class Method:
             said += f", objective {self.objective.name}({_spoken(self.objective)})"
         return said
 
+    @property
+    def written(self) -> str:
+        """As one writes it: the name, other parts than the named method's, and settings that are not theirs.
+
+        >>> method("fedfv", alpha=0.2, server="fedadam:beta1=0.5").written
+        'fedfv:alpha=0.2,server=fedadam,beta1=0.5'
+        """
+        named, taken, words = METHODS.get(self.name, self), set[str](), list[str]()
+        for kind, part, own, known in (
+            ("rule", self.rule, named.rule, {}),
+            ("server", self.server, named.server, SERVERS),
+            ("objective", self.objective, named.objective, OBJECTIVES),
+        ):
+            here = _values(part)
+            there = _values(own if own.name == part.name else known.get(part.name, own))
+            changed = [f"{name}={value}" for name, value in here.items() if there.get(name, ...) != value]
+            hidden = [word for word in changed if word.partition("=")[0] in taken]  # would be read as another part's
+            if own.name != part.name or hidden:
+                words.append(f"{kind}={':'.join([part.name, *hidden[:1]])}")
+            words += [word for word in changed if word not in hidden[:1]]
+            taken |= here.keys()
+        return self.name + (":" + ",".join(words) if words else "")
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values only (JSON, TOML); `Method.from_dict` gives back an equal method."""
         return {
