@@ -48,7 +48,7 @@ CSV, SERIES = "results.csv", "series.csv"
 # What does not change a number, or has a column of its own.
 ASIDE = ("seeds", "device", "data_dir", "program", "precision", "chunk", "keep_on", "eval_every", "measure")
 # Settings that came later: at these values they change nothing, and what was run before them still counts.
-LATER = {"fedlf_code": False, "accuracies": "received", "recall": 1.0, "caution": 0.0}
+LATER = {"fedlf_code": False, "accuracies": "received", "recall": 1.0, "caution": 0.0, "turns": 1.0}
 WHOSE = ("part", "row", "quirks", "seed", "digest", "at")
 FACTS = ("part", "row", "stage", "quirks", "setting", "seed", "rounds", "diverged", "seconds", "digest", "machine")
 

@@ -196,21 +196,33 @@ def test_even_moves_where_updates_agree_and_losses_do_not():
     np.testing.assert_allclose(out.update, row[0], rtol=1e-6)
 
 
-@pytest.mark.parametrize("rounds", [None, 3.0])
-def test_the_mean_of_recent_models_is_the_one_to_use(rounds):
+@pytest.mark.parametrize(("rounds", "turns"), [(None, 1.0), (3.0, 4.0), (None, 4.0)])
+def test_the_mean_of_recent_models_is_the_one_to_use(rounds, turns):
     """By hand: the offset is the weighed mean of the models so far, less the last one."""
     rng, state, model, mean = np.random.default_rng(0), None, np.zeros(6), None
-    for index in range(8):
+    for index in range(60):
         here = [index % 4, (index + 1) % 4]
         updates, losses = rng.normal(size=(2, 6)), rng.random(2)
         given = {"losses": losses, "clients": here, "state": state}
-        out = eh.aggregate(eh.method("even", server={"name": "recent", "rounds": rounds}), updates, **given)
+        server = {"name": "recent", "rounds": rounds, "turns": turns}
+        out = eh.aggregate(eh.method("even", server=server), updates, **given)
         model, state = model - out.update, out.state
-        back = len(out.diagnostics.clients) / 2 if rounds is None else rounds
+        turn = len(out.diagnostics.clients) / 2
+        back = turn if turns == 1.0 else max(turn, min(1 + 4 * (turn - 1), (index + 1) / 10))
+        back = back if rounds is None else rounds
         share = 1.0 / min(index + 1, back)
         mean = model if mean is None else (1.0 - share) * mean + share * model
         np.testing.assert_allclose(model + out.evaluation_offset, mean, atol=1e-12)
     assert out.diagnostics.clients[:2] == (3, 0)
+
+
+def test_where_all_take_part_the_last_model_is_the_one_to_use():
+    rng, state = np.random.default_rng(0), None
+    for _ in range(60):
+        given = {"losses": rng.random(3), "clients": ["a", "b", "c"], "state": state}
+        out = eh.aggregate("even:turns=4", rng.normal(size=(3, 6)), **given)
+        state = out.state
+        assert not out.evaluation_offset.any()
 
 
 def test_even_is_adafed_where_nobody_falls_faster_for_free():

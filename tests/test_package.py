@@ -45,6 +45,14 @@ print(eh.__version__, len(eh.methods()), eh.State.load("state.safetensors"))
     assert "3 updates remembered" in said
 
 
+def test_a_room_behind_the_function_of_its_name_can_be_imported():
+    import evenhand as eh
+    import evenhand.methods.even as room
+
+    assert isinstance(eh.method("even").rule, room.Even)
+    assert "even" in {entry.name for entry in eh.methods()}
+
+
 def test_the_core_needs_torch_numpy_and_scipy_alone(tmp_path):
     blocked = """
 import sys

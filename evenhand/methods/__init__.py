@@ -352,6 +352,11 @@ def methods() -> MethodTable:
     return MethodTable([_info(entry) for entry in METHODS.values()])
 
 
+methods.__name__ = (
+    __name__  # Python looks here in `import evenhand.methods.even as room`, past the function of the name
+)
+
+
 def _info(entry: Method) -> MethodInfo:
     summary = entry.summary or (type(entry.rule).__doc__ or "").strip().split("\n")[0]
     settings = {**_values(entry.objective), **_values(entry.server), **_values(entry.rule)}

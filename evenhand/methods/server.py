@@ -22,6 +22,8 @@ from torch import Tensor
 from evenhand.checks import flag, number
 from evenhand.methods.base import Ask, Memo, Round, ServerStep, Weights
 
+EARLY = 0.1  # of the training so far: longer a mean of models would still hold its beginning
+
 Applied = tuple[list[Tensor], Memo, tuple[str, ...]]
 
 
@@ -60,20 +62,31 @@ class Average(ServerStep):
 
 @dataclass(frozen=True)
 class Recent(ServerStep):
-    """A plain step that also keeps the mean of recent models, the one to evaluate: nobody's turn was too long ago."""
+    """A plain step that also keeps the mean of recent models, the one to evaluate: nobody's turn was too long ago.
+
+    A turn is as many rounds as it takes to hear all whose updates are known: 1 where all take part in every round.
+    """
 
     eta: float = 1.0  # the server's learning rate
-    rounds: float | None = None  # how many rounds back; None: as many as it takes to hear all whose updates are known
+    rounds: float | None = None  # how many rounds the mean goes back; None: by turns
+    turns: float = 1.0  # so many turns back, but after the first one no more than a tenth of the training so far
 
     name: ClassVar[str] = "recent"
 
     def __post_init__(self) -> None:
         number("eta", self.eta, low=0.0)
+        number("turns", self.turns, low=1.0)
         if self.rounds is not None:
             number("rounds", self.rounds, low=1.0)
 
+    def back(self, turn: float, models: int) -> float:
+        """How many of so many models the mean goes back."""
+        if self.rounds is not None:
+            return self.rounds
+        return max(turn, min(1.0 + self.turns * (turn - 1.0), EARLY * models))
+
     def apply(self, direction: list[Tensor], memo: Memo, round: Round, weights: Weights, ask: Ask | None) -> Applied:
-        back = round.rows / round.present if self.rounds is None else self.rounds
+        back = self.back(round.rows / round.present, int(memo.get("models", 0)) + 1)
         return _with_mean([self.eta * tensor for tensor in direction], memo, back)
 
     def offset(self, memo: Memo) -> list[Tensor] | None:
