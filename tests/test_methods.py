@@ -200,7 +200,7 @@ def test_even_moves_where_updates_agree_and_losses_do_not():
 def test_the_mean_of_recent_models_is_the_one_to_use(rounds, turns):
     """By hand: the offset is the weighed mean of the models so far, less the last one."""
     rng, state, model, mean = np.random.default_rng(0), None, np.zeros(6), None
-    for index in range(60):
+    for index in range(120):
         here = [index % 4, (index + 1) % 4]
         updates, losses = rng.normal(size=(2, 6)), rng.random(2)
         given = {"losses": losses, "clients": here, "state": state}
@@ -208,7 +208,7 @@ def test_the_mean_of_recent_models_is_the_one_to_use(rounds, turns):
         out = eh.aggregate(eh.method("even", server=server), updates, **given)
         model, state = model - out.update, out.state
         turn = len(out.diagnostics.clients) / 2
-        back = turn if turns == 1.0 else max(turn, min(1 + 4 * (turn - 1), (index + 1) / 10))
+        back = turn if turns == 1.0 else max(turn, min(1 + 4 * (turn - 1), (index + 1) / 20))
         back = back if rounds is None else rounds
         share = 1.0 / min(index + 1, back)
         mean = model if mean is None else (1.0 - share) * mean + share * model

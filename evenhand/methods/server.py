@@ -22,7 +22,7 @@ from torch import Tensor
 from evenhand.checks import flag, number
 from evenhand.methods.base import Ask, Memo, Round, ServerStep, Weights
 
-EARLY = 0.1  # of the training so far: longer a mean of models would still hold its beginning
+EARLY = 0.05  # of the training so far: longer a mean of models would still hold its beginning
 
 Applied = tuple[list[Tensor], Memo, tuple[str, ...]]
 
@@ -69,7 +69,7 @@ class Recent(ServerStep):
 
     eta: float = 1.0  # the server's learning rate
     rounds: float | None = None  # how many rounds the mean goes back; None: by turns
-    turns: float = 1.0  # so many turns back, but after the first one no more than a tenth of the training so far
+    turns: float = 1.0  # so many turns back, but after the first one no more than a twentieth of the training so far
 
     name: ClassVar[str] = "recent"
 

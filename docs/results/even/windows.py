@@ -1,7 +1,7 @@
 """How far back the mean of models should go: one training, measured with many means at once.
 
 python docs/results/even/windows.py METHOD SEED [PART ...]   trains (1,000 rounds) and adds to windows.csv
-python docs/results/even/windows.py                          prints the table of docs/even.md
+python docs/results/even/windows.py                          prints the tables of docs/even.md
 
 Which mean is measured changes nothing in the training, so that a run serves all of them. A turn is what `recent` takes
 for one: rows over present clients, for a method without a memory 7 rounds.
@@ -27,7 +27,7 @@ from evenhand.recipe import find_recipe
 from evenhand.reruns import machine_of
 
 FILE = Path(__file__).with_name("windows.csv")
-TURNS = (1.0, 2.0, 3.0, 4.0, 6.0, 8.0)
+TURNS = (1.0, 2.0, 4.0, 8.0)
 MEANS = {"last": None, **{f"turns={turns:g}": Recent(turns=turns) for turns in TURNS}}
 HEADS = ("part", "method", "seed", "round", "model", "mean", "worst:10", "machine")
 EVERY, ROUNDS = 100, 1000
@@ -76,18 +76,31 @@ def add(*values: object) -> None:
 def late(method: str) -> dict[str, dict[tuple[str, str], Vector]]:
     """By model, then by set-up and seed: mean and worst tenth in percent, over the last 500 rounds' evaluations."""
     found: dict[str, dict[tuple[str, str], list[Vector]]] = defaultdict(lambda: defaultdict(list))
-    with FILE.open(newline="", encoding="utf-8") as lines:
-        for line in csv.DictReader(lines):
-            if line["method"] == method and int(line["round"]) > LATE:
-                told = np.array([100.0 * float(line[measure]) for measure in ("mean", "worst:10")])
-                found[line["model"]][line["part"], line["seed"]].append(told)
+    for (index, model, who), told in measured(method).items():
+        if index > LATE:
+            found[model][who].append(told)
     return {model: {who: np.mean(told, axis=0) for who, told in runs.items()} for model, runs in found.items()}
+
+
+def measured(method: str) -> dict[tuple[int, str, tuple[str, str]], Vector]:
+    """By round, model, and set-up and seed: mean and worst tenth in percent."""
+    with FILE.open(newline="", encoding="utf-8") as lines:
+        return {
+            (int(line["round"]), line["model"], (line["part"], line["seed"])): 100.0
+            * np.array([float(line[measure]) for measure in ("mean", "worst:10")])
+            for line in csv.DictReader(lines)
+            if line["method"] == method
+        }
+
+
+def parts_of(runs: dict[str, dict[tuple[str, str], Vector]]) -> list[str]:
+    return [part for part in PARTS if any(part == there for there, _ in runs["last"])]
 
 
 def table(method: str) -> None:
     """A line a mean, a column a set-up; then what each has more than one turn has, over all set-ups and seeds."""
     runs = late(method)
-    parts = [part for part in PARTS if any(part == there for there, _ in runs["last"])]
+    parts = parts_of(runs)
     print(f"| {method} | {' | '.join(PARTS[part] for part in parts)} |\n|---|{'---|' * len(parts)}")
     for model, own in runs.items():
         cells = []
@@ -98,13 +111,47 @@ def table(method: str) -> None:
                 " / ".join(f"{one:.1f}" for one in told.mean(axis=0)) if spreads is None else said(told, spreads)
             )
         print(f"| {model} | {' | '.join(cells)} |")
-    print("\n| more than turns=1 | pairs | mean | p | worst 10% | p |\n|---|---|---|---|---|---|")
+    print("\n| more than turns=1 | pairs | mean | | worst 10% | |\n|---|---|---|---|---|---|")
     for model, own in runs.items():
         if model != "turns=1":
             more = np.array([numbers - runs["turns=1"][who] for who, numbers in own.items()])
-            tests = [f"{column.mean():+.2f} | {ttest_1samp(column, 0.0).pvalue:.4f}" for column in more.T]
+            tests = [f"{column.mean():+.2f} | {chance(column)}" for column in more.T]
             print(f"| {model} | {len(more)} | {' | '.join(tests)} |")
     print()
+
+
+def compared(one: str, other: str) -> None:
+    """What one method has more than another, whose mean goes as far back: by set-up, and over all of them."""
+    ours, theirs = late(one), late(other)
+    parts = parts_of(ours)
+    heads = [f"{one} more than {other}", *(PARTS[part] for part in parts), "all"]
+    print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
+    for model, own in ours.items():
+        more = {who: numbers - theirs[model][who] for who, numbers in own.items() if who in theirs[model]}
+        groups = [[told for (there, _), told in more.items() if there == part] for part in parts]
+        cells = []
+        for group in [*groups, list(more.values())]:
+            cells.append(" / ".join(f"{column.mean():+.2f} ({chance(column)})" for column in np.array(group).T))
+        print(f"| {model} | {' | '.join(cells)} |")
+    print()
+
+
+def on_the_way(method: str, model: str) -> None:
+    """What a model has more than with one turn where training ends earlier, over all set-ups and seeds."""
+    runs = measured(method)
+    rounds = sorted({index for index, _, _ in runs})
+    print(f"| {method}, rounds | {' | '.join(f'{index}' for index in rounds)} |\n|---|{'---|' * len(rounds)}")
+    print(f"| {model} more than turns=1 ", end="")
+    for index in rounds:
+        longer = {who: told for (at, name, who), told in runs.items() if (at, name) == (index, model)}
+        gains = np.mean([told - runs[index, "turns=1", who] for who, told in longer.items()], axis=0)
+        print(f"| {' / '.join(f'{gain:+.2f}' for gain in gains)} ", end="")
+    print("|\n")
+
+
+def chance(differences: Vector) -> str:
+    found = ttest_1samp(differences, 0.0).pvalue
+    return "p < 0.001" if found < 0.001 else f"p = {found:.3f}"
 
 
 def said(told: Vector, spreads: Vector) -> str:
@@ -118,3 +165,5 @@ if __name__ == "__main__":
     else:
         for name in ("even", "fedavg"):
             table(name)
+        compared("even", "fedavg")
+        on_the_way("even", f"turns={TURNS[-1]:g}")
