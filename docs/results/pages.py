@@ -27,6 +27,7 @@ PART: dict[str, dict[str, Any]] = {  # what was run of each recipe, where that i
     "fedfv-fig2-mnist": {"parts": ["MNIST"], "quirks": "off", "rounds": 200, "seeds": 2},
     "fedlf-table2": {"quirks": "off", "rounds": 300, "seeds": 1},
     "fedlf-table4": {"quirks": "off", "rounds": 100, "seeds": 1},
+    "fedlf-unequal": {"parts": ["FMNIST Pat-2"], "quirks": "on"},
 }
 WHOLE = {"fedlf-table2": "full-length.md"}  # what there is at full length, on a page of its own
 
