@@ -22,6 +22,7 @@ from tables import PARTS
 
 from evenhand.engine.simulation import Simulation
 from evenhand.experiment import prepare
+from evenhand.fairness import worst
 from evenhand.methods.server import Recent
 from evenhand.recipe import find_recipe
 from evenhand.reruns import machine_of
@@ -34,6 +35,8 @@ EVERY, ROUNDS = 100, 1000
 WITHOUT_MEMORY, LATE = 7.0, 500
 
 Vector = np.ndarray[Any, np.dtype[np.float64]]
+Who = tuple[str, str]  # set-up and seed
+Runs = dict[str, dict[Who, Vector]]  # by model
 
 
 def train(method: str, seed: int, part: str) -> None:
@@ -56,10 +59,9 @@ def train(method: str, seed: int, part: str) -> None:
             for name, model in kept.items():
                 replica.offset = model - replica.model
                 simulation.evaluate()
-                accuracies = np.sort(replica.evaluations.pop()["accuracies"])
+                accuracies = np.asarray(replica.evaluations.pop()["accuracies"])
                 assert len(replica.evaluations) == there
-                worst = accuracies[: len(accuracies) // 10].mean()
-                add(part, method, seed, index, name, float(accuracies.mean()), float(worst), machine)
+                add(part, method, seed, index, name, float(accuracies.mean()), float(worst(accuracies, 10)), machine)
             replica.offset = own
 
     made.run(after_round=after)
@@ -73,33 +75,32 @@ def add(*values: object) -> None:
         table.writerow(values)
 
 
-def late(method: str) -> dict[str, dict[tuple[str, str], Vector]]:
-    """By model, then by set-up and seed: mean and worst tenth in percent, over the last 500 rounds' evaluations."""
-    found: dict[str, dict[tuple[str, str], list[Vector]]] = defaultdict(lambda: defaultdict(list))
-    for (index, model, who), told in measured(method).items():
-        if index > LATE:
-            found[model][who].append(told)
-    return {model: {who: np.mean(told, axis=0) for who, told in runs.items()} for model, runs in found.items()}
-
-
-def measured(method: str) -> dict[tuple[int, str, tuple[str, str]], Vector]:
-    """By round, model, and set-up and seed: mean and worst tenth in percent."""
+def measured(method: str) -> dict[int, Runs]:
+    """By round: mean and worst tenth in percent."""
+    found: dict[int, Runs] = defaultdict(lambda: defaultdict(dict))
     with FILE.open(newline="", encoding="utf-8") as lines:
-        return {
-            (int(line["round"]), line["model"], (line["part"], line["seed"])): 100.0
-            * np.array([float(line[measure]) for measure in ("mean", "worst:10")])
-            for line in csv.DictReader(lines)
-            if line["method"] == method
-        }
+        for line in csv.DictReader(lines):
+            if line["method"] == method:
+                told = np.array([100.0 * float(line[measure]) for measure in ("mean", "worst:10")])
+                found[int(line["round"])][line["model"]][line["part"], line["seed"]] = told
+    return dict(sorted(found.items()))
 
 
-def parts_of(runs: dict[str, dict[tuple[str, str], Vector]]) -> list[str]:
+def late(rounds: dict[int, Runs]) -> Runs:
+    """The mean over the last 500 rounds' evaluations."""
+    last = [runs for index, runs in rounds.items() if index > LATE]
+    return {
+        model: {who: np.mean([runs[model][who] for runs in last], axis=0) for who in own}
+        for model, own in last[-1].items()
+    }
+
+
+def parts_of(runs: Runs) -> list[str]:
     return [part for part in PARTS if any(part == there for there, _ in runs["last"])]
 
 
-def table(method: str) -> None:
+def table(method: str, runs: Runs) -> None:
     """A line a mean, a column a set-up; then what each has more than one turn has, over all set-ups and seeds."""
-    runs = late(method)
     parts = parts_of(runs)
     print(f"| {method} | {' | '.join(PARTS[part] for part in parts)} |\n|---|{'---|' * len(parts)}")
     for model, own in runs.items():
@@ -120,33 +121,30 @@ def table(method: str) -> None:
     print()
 
 
-def compared(one: str, other: str) -> None:
+def compared(heading: str, ours: Runs, theirs: Runs) -> None:
     """What one method has more than another, whose mean goes as far back: by set-up, and over all of them."""
-    ours, theirs = late(one), late(other)
     parts = parts_of(ours)
-    heads = [f"{one} more than {other}", *(PARTS[part] for part in parts), "all"]
+    heads = [heading, *(PARTS[part] for part in parts), "all"]
     print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
     for model, own in ours.items():
         more = {who: numbers - theirs[model][who] for who, numbers in own.items() if who in theirs[model]}
         groups = [[told for (there, _), told in more.items() if there == part] for part in parts]
-        cells = []
-        for group in [*groups, list(more.values())]:
-            cells.append(" / ".join(f"{column.mean():+.2f} ({chance(column)})" for column in np.array(group).T))
+        cells = [
+            " / ".join(f"{column.mean():+.2f} ({chance(column)})" for column in np.array(group).T)
+            for group in [*groups, list(more.values())]
+        ]
         print(f"| {model} | {' | '.join(cells)} |")
     print()
 
 
-def on_the_way(method: str, model: str) -> None:
+def on_the_way(method: str, rounds: dict[int, Runs], model: str) -> None:
     """What a model has more than with one turn where training ends earlier, over all set-ups and seeds."""
-    runs = measured(method)
-    rounds = sorted({index for index, _, _ in runs})
-    print(f"| {method}, rounds | {' | '.join(f'{index}' for index in rounds)} |\n|---|{'---|' * len(rounds)}")
-    print(f"| {model} more than turns=1 ", end="")
-    for index in rounds:
-        longer = {who: told for (at, name, who), told in runs.items() if (at, name) == (index, model)}
-        gains = np.mean([told - runs[index, "turns=1", who] for who, told in longer.items()], axis=0)
-        print(f"| {' / '.join(f'{gain:+.2f}' for gain in gains)} ", end="")
-    print("|\n")
+    gains = [
+        np.mean([told - runs["turns=1"][who] for who, told in runs[model].items()], axis=0) for runs in rounds.values()
+    ]
+    print(f"| {method}, rounds | {' | '.join(str(index) for index in rounds)} |\n|---|{'---|' * len(rounds)}")
+    cells = [" / ".join(f"{gain:+.2f}" for gain in both) for both in gains]
+    print(f"| {model} more than turns=1 | {' | '.join(cells)} |\n")
 
 
 def chance(differences: Vector) -> str:
@@ -163,7 +161,8 @@ if __name__ == "__main__":
         for name in sys.argv[3:] or list(PARTS):
             train(sys.argv[1], int(sys.argv[2]), name)
     else:
-        for name in ("even", "fedavg"):
-            table(name)
-        compared("even", "fedavg")
-        on_the_way("even", f"turns={TURNS[-1]:g}")
+        ours, theirs = measured("even"), measured("fedavg")
+        table("even", late(ours))
+        table("fedavg", late(theirs))
+        compared("even more than fedavg", late(ours), late(theirs))
+        on_the_way("even", ours, f"turns={TURNS[-1]:g}")
