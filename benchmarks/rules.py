@@ -74,6 +74,10 @@ def blocks(columns: int) -> list[int]:
     return np.diff(np.linspace(0, columns, LAYERS + 1).astype(int)).tolist()
 
 
+def times(ratio: float) -> str:
+    return f"{ratio:,.0f}x" if ratio >= 1.0 else f"{ratio:.1f}x"
+
+
 def measure(rows: int, columns: int, device: str, patience: float) -> None:
     generator = torch.Generator().manual_seed(0)
     updates = torch.randn(rows, columns, generator=generator)  # independent: half of all pairs conflict
@@ -107,7 +111,7 @@ def measure(rows: int, columns: int, device: str, patience: float) -> None:
         extra = peak_extra(run, device) / size
         row = f"| {label} | {1e3 * seconds:.2f} | {seconds / floor:.2f} | {100 * extra:.1f}% |"
         theirs = published_seconds(label, updates, losses, device, patience)
-        row += " - | - |" if theirs is None else f" {1e3 * theirs:,.0f} | {theirs / seconds:,.0f}x |"
+        row += " - | - |" if theirs is None else f" {1e3 * theirs:,.0f} | {times(theirs / seconds)} |"
         print(row, flush=True)
 
 
