@@ -616,7 +616,8 @@ def reproduce(
                 progress=show,
             )
     except KeyboardInterrupt as stop:
-        kept = f"stopped; the rows that were finished are in {folder}, and the same command goes on from there"
+        kept = f"stopped; the same command goes on from the rows that were finished, which are in {folder}"
+        kept += ", and from where the others were a minute or so ago"
         raise KeyboardInterrupt(kept) from stop
     if not quiet:
         print(found)

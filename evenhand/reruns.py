@@ -1,7 +1,8 @@
 """The runs behind a paper's table: those that train alike as one program, several programs side by side if asked.
 
 Every run goes into a CSV file as soon as it is there, and one that is there with the same settings is not run again. Of
-a figure the curves (or every client's accuracy) go into a second file, from which it is drawn.
+a figure the curves (or every client's accuracy) go into a second file, from which it is drawn. A program that was
+stopped goes on from where it was last kept.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from evenhand.recipe import Part, Recipe, Row, Settings, listed
 from evenhand.recording import Progress, Recorder, Status
 from evenhand.runs import Run
 from evenhand.storage import write_bytes
+from evenhand.unfinished import Unfinished, sweep
 
 # Objectives that the others do not share a program with: those that carry models or stages of their own, and those that
 # add something to every step, which would then be as long for all.
@@ -44,7 +46,7 @@ APART = {
     "proximal": "added",
     "client-momentum": "added",
 }
-CSV, SERIES = "results.csv", "series.csv"
+CSV, SERIES, UNFINISHED = "results.csv", "series.csv", "unfinished"
 # What does not change a number, or has a column of its own.
 ASIDE = ("seeds", "device", "data_dir", "program", "precision", "chunk", "keep_on", "eval_every", "measure")
 # Settings that came later: at these values they change nothing, and what was run before them still counts.
@@ -53,6 +55,10 @@ WHOSE = ("part", "row", "quirks", "seed", "digest", "at")
 FACTS = ("part", "row", "stage", "quirks", "setting", "seed", "rounds", "diverged", "seconds", "digest", "machine")
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
+
+
+def _digest(values: Any) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -73,7 +79,7 @@ class Task:
         for part in ("rule", "server", "objective"):
             said = values["method"][part]
             values["method"][part] = {k: v for k, v in said.items() if k not in LATER or v != LATER[k]}
-        return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:16]
+        return _digest(values)
 
     @property
     def cell(self) -> tuple[str, str, bool]:
@@ -113,6 +119,15 @@ class Program:
         said = f"{first.part.name}: {said}" if first.part.name else said
         return f"trial, {said}" if first.stage == "trial" else said
 
+    @property
+    def digest(self) -> str:
+        """Changes when anything does that its states depend on, where it is trained included."""
+        from evenhand import __version__
+
+        tasks = [(task.digest, task.experiment.work.lr) for task in self.tasks]
+        whole = [self.experiment.to_dict(), tasks, machine_of(self.experiment), __version__, torch.__version__]
+        return _digest(whole)
+
     def halves(self) -> list[Program]:
         """Half of the tasks each, or else half of the seeds."""
         if len(self.tasks) > 1:
@@ -132,6 +147,13 @@ class Wanted:
     figure: str = ""  # the kind of figure
     drawn: tuple[str, ...] = ()
     parts: tuple[str, ...] = ()  # all that can be run, for a hint
+    folder: Path | None = None  # where programs are kept that have not come to their end
+
+    def unfinished(self, program: Program) -> Unfinished | None:
+        if self.folder is None:
+            return None
+        runs = [(task.digest, seed) for task in program.tasks for seed in program.seeds]
+        return Unfinished(self.folder / program.digest, runs)
 
     def of(self, task: Task, run: Run, diverged: int | None, seconds: float) -> Result:
         where = machine_of(task.experiment)
@@ -165,9 +187,9 @@ def outcomes(program: Program, wanted: Wanted, progress: Progress | None = None)
     """What a program gives; what is too much for a GPU's memory is run in halves."""
     experiment, tasks = program.experiment, program.tasks
     smaller: list[Program] = []
-    started = perf_counter()
+    started, kept = perf_counter(), wanted.unfinished(program)
     try:
-        runs = played(program, _data(experiment, wanted.parts), progress)
+        runs = played(program, _data(experiment, wanted.parts), progress, kept)
     except torch.cuda.OutOfMemoryError as error:
         if len(tasks) == len(program.seeds) == 1:
             raise EvenhandError(
@@ -179,7 +201,8 @@ def outcomes(program: Program, wanted: Wanted, progress: Progress | None = None)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         return {key: one for part in smaller for key, one in outcomes(part, wanted, progress).items()}
-    seconds = (perf_counter() - started) / (len(tasks) * len(program.seeds))
+    spent = perf_counter() - started + (kept.spent if kept else 0.0)
+    seconds = spent / (len(tasks) * len(program.seeds))
     return {
         (task.digest, seed): wanted.of(task, run, diverged, seconds)
         for task, of_seeds in zip(tasks, runs, strict=True)
@@ -195,14 +218,28 @@ def _data(experiment: Experiment, parts: Sequence[str]) -> Dataset:
         raise EvenhandError(f"{error}{hint}") from error
 
 
-def played(program: Program, dataset: Dataset, progress: Progress | None) -> list[list[tuple[Run, int | None]]]:
+def played(
+    program: Program, dataset: Dataset, progress: Progress | None, kept: Unfinished | None = None
+) -> list[list[tuple[Run, int | None]]]:
     """Every task's runs, a seed each, and in which round one diverged, which does not take the others with it."""
     told = [task.experiment for task in program.tasks]
     methods, rates = [one.method for one in told], [one.work.lr for one in told]
-    simulation = prepare(program.experiment, methods, dataset, rates=rates, forgiving=True)
-    recorder = Recorder(simulation, None, progress=progress, label=program.label)
+
+    def fresh() -> Recorder:
+        simulation = prepare(program.experiment, methods, dataset, rates=rates, forgiving=True)
+        return Recorder(simulation, None, progress=after_round, label=program.label)
+
+    def after_round(status: Status) -> None:
+        if kept is not None:
+            kept.after_round(recorder)
+        if progress is not None:
+            progress(status)
+
+    recorder = fresh()
+    while kept is not None and not kept.resume(recorder):
+        recorder = fresh()
     recorder.run()
-    ends = [replica.diverged for replica in simulation.replicas]
+    ends = [replica.diverged for replica in recorder.simulation.replicas]
     found = iter(zip(runs_of(program.experiment, recorder), ends, strict=True))
     return [[next(found) for _ in program.seeds] for _ in methods]
 
@@ -220,7 +257,7 @@ class Runner:
         self.drawn = drawn_measures(recipe)
         kind = recipe.figure.kind if recipe.figure else ""
         there = tuple(part.name for part in recipe.parts if not part.unavailable)
-        self.wanted = Wanted(tuple(self.measures), kind, self.drawn, there)
+        self.wanted = Wanted(tuple(self.measures), kind, self.drawn, there, folder and folder / UNFINISHED)
         self.results: dict[tuple[str, int], Result] = {}
         self.written: set[tuple[str, ...]] = set()
         self.ran = self.found = 0
@@ -245,6 +282,7 @@ class Runner:
             self._side_by_side(programs)
         for task in tasks:
             self._write(task, seeds)
+        self._sweep()
 
     def _side_by_side(self, programs: Sequence[Program]) -> None:
         """Several processes; the largest programs first, so that none is left alone at the end."""
@@ -262,6 +300,11 @@ class Runner:
                 self.results[task.digest, seed] = found[task.digest, seed]
                 self.ran += 1
             self._write(task, program.seeds)
+        self._sweep()
+
+    def _sweep(self) -> None:
+        if self.wanted.folder is not None:
+            sweep(self.wanted.folder, self.results)
 
     def _programs(self, tasks: Sequence[Task], seeds: Sequence[int]) -> Iterator[Program]:
         """Tasks that differ in method and learning rate alone and train alike, with the seeds that they still need."""

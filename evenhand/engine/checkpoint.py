@@ -31,6 +31,7 @@ def save(simulation: Simulation, path: str | os.PathLike[str]) -> None:
             "previous": _kept(replica.previous),
             "memo": dict(replica.memo),
             "predicted": replica.predicted,
+            "diverged": replica.diverged,
             "rounds": replica.rounds,
             "evaluations": replica.evaluations,
         }
@@ -72,7 +73,7 @@ def _restore(simulation: Simulation, replica: Replica, kept: Mapping[str, Any], 
     kept_models = kept.get("previous") or {"clients": [], "rows": []}
     rows = [row.to(simulation.device) for row in kept_models["rows"]]
     replica.previous = dict(zip(map(int, kept_models["clients"]), rows, strict=True))
-    replica.memo, replica.predicted = kept["memo"], kept["predicted"]
+    replica.memo, replica.predicted, replica.diverged = kept["memo"], kept["predicted"], kept.get("diverged")
     replica.rounds = list(kept["rounds"])
     replica.evaluations = [{**entry, **_arrays(entry)} for entry in kept["evaluations"]]
 
