@@ -323,9 +323,10 @@ class Runner:
         share = math.ceil(len(once) * len(seeds) / self.jobs)  # so that every process has something to do
         for group in groups.values():
             missing = [seed for seed in seeds if (group[0].digest, seed) not in self.results]
-            # A CPU plays replicas one after another anyway: small programs leave finished rows behind sooner.
+            # A CPU plays replicas one after another anyway: small programs leave finished rows behind sooner, and of
+            # single runs no process is left with many when the others have none.
             alone = group[0].experiment.torch_device().type == "cpu"
-            most = share if alone else min(self.together, share)
+            most = min(self.together, share) if not alone else 1 if self.jobs > 1 else share
             for some in _batched(missing, most):
                 for few in _batched(group, 1 if alone else max(1, most // len(some))):
                     yield Program(replace(few[0].experiment, seeds=tuple(some)), list(few))

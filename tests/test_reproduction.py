@@ -323,7 +323,7 @@ def test_the_seeds_of_a_single_row_are_shared_out(tiny, tmp_path):
         progress=lambda status: bars.update({status.label: status.rounds}),
     )
     assert found.ran == 3
-    assert bars == {"2 programs, 2 at a time": 2}
+    assert bars == {"3 programs, 2 at a time": 3}
 
 
 def test_it_is_what_compare_finds(tiny):
