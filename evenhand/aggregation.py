@@ -382,6 +382,7 @@ class Opened:
             else {name: np.concatenate([column, _remembered(memory, name, used)]) for name, column in values.items()},
             globals=self.overall,
             layers=here.layout.blocks,
+            last=memory.last(present, between, self.index, window),
         )
         with calm_blas(moment.rows):
             weights = self.chosen.rule.weigh(moment, self.state.rule_memo if self.state is not None else {})

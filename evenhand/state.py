@@ -71,6 +71,22 @@ class Memory:
         away = np.array([client not in here for client in self.clients], dtype=bool)
         return np.flatnonzero(away & (index - self.rounds <= window))
 
+    def last(self, present: Sequence[Client], between: Floats, index: int, window: float) -> Floats | None:
+        """Of the present clients' own last rows: products with their new ones, and squares (2 x blocks x present).
+
+        between: products of the new rows with all remembered ones. NaN where a client has no row that is at most
+        `window` rounds old; None where nobody has.
+        """
+        near = np.flatnonzero(index - self.rounds <= window).tolist()
+        places = {self.clients[position]: position for position in near}
+        back = [position for position, client in enumerate(present) if client in places]
+        if not back:
+            return None
+        rows = [places[present[position]] for position in back]
+        found = np.full((2, len(between), len(present)), np.nan)
+        found[0][:, back], found[1][:, back] = between[:, back, rows], self.gram[:, rows, rows]
+        return found
+
     def pieces(self, like: Updates) -> list[Updates]:
         """All remembered rows as they lie, beside the updates of a round."""
         return [past_updates(like, held.filled(), held.rows) for held in self.held]

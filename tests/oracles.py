@@ -11,6 +11,8 @@ vectors in float64, so that a reader with the paper open can check it line by li
   up from: only rounding is left of it, and no direction can be read off it.
 """
 
+import itertools
+
 import numpy as np
 import scipy.optimize
 import torch
@@ -533,7 +535,8 @@ def even(
 ):
     """even: per layer the shortest d with u_k . d >= b_k, shortfalls s_k paid for by |s|^2 / ridge.
 
-    Of the absent ones' b_k counts the share `recall`. The step is |m| cos^caution long, of its angle with the mean m.
+    Of the absent ones' b_k counts the share `recall`, a number or one for each layer. The step is |m| cos^caution long,
+    of its angle with the mean m.
 
     With z = (d, s / sqrt(ridge)) it is the shortest z with [u_k, sqrt(ridge) e_k] z >= b_k: least distance
     programming, which Lawson and Hanson (chapter 23) turn into one non-negative least squares problem. It lies along
@@ -543,15 +546,35 @@ def even(
     if max(losses) == 0:
         return np.zeros(updates.shape[1])
     present, whole, start = present or len(updates), [], 0
-    shares = np.where(np.arange(len(updates)) < present, 1.0, recall)
-    asked = np.maximum(shares * (np.asarray(losses) / max(losses)) ** gamma, least)
-    for size in layers or [updates.shape[1]]:
+    layers = layers or [updates.shape[1]]
+    for size, share in zip(layers, np.broadcast_to(recall, len(layers)), strict=True):
         parts, start = updates[:, start : start + size], start + size
+        shares = np.where(np.arange(len(updates)) < present, 1.0, share)
+        asked = np.maximum(shares * (np.asarray(losses) / max(losses)) ** gamma, least)
         whole.append(_even_layer(parts, np.asarray(losses), asked, ridge, present, blur, level))
     direction, mean = np.concatenate(whole), np.mean(updates[:present], axis=0)
     length, own = np.linalg.norm(mean), np.linalg.norm(direction)
     cosine = direction @ mean / (own * length) if own > 0 and length > 0 else 1.0
     return rescale(direction, length * min(max(cosine, least), 1.0) ** caution, 0.0)
+
+
+def even_recall(last, updates, layers, known=None, horizon=100):
+    """even's recall="learnt": by layer the squared mean cosine of updates and their clients' last ones (None: new).
+
+    Returns the shares, 1 before anybody came back, and what is known after this round: the mean and of how many.
+    """
+    again = [(new, old) for new, old in zip(updates, last, strict=True) if old is not None]
+    if again:
+        edges = np.cumsum([0, *layers])
+        cosines = [
+            np.mean([new[a:b] @ old[a:b] / np.linalg.norm(new[a:b]) / np.linalg.norm(old[a:b]) for new, old in again])
+            for a, b in itertools.pairwise(edges)
+        ]
+        mean, heard = known or (np.zeros(len(layers)), 0)
+        heard = min(heard + len(again), horizon)
+        share = min(1.0, len(again) / heard)
+        known = ((1 - share) * mean + share * np.array(cosines), heard)
+    return (1.0 if known is None else np.maximum(known[0], 0.0) ** 2), known
 
 
 def _even_layer(parts, losses, asked, ridge, present, blur, level):

@@ -515,7 +515,7 @@ def test_dittos_first_round_is_proximal_training_towards_the_received_model():
     torch.testing.assert_close(mean, proximal.replicas[0].model, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["fedavg", "fedlf", "ditto", "afl", "fedfa", "even", "fedadam"])
+@pytest.mark.parametrize("name", ["fedavg", "fedlf", "ditto", "afl", "fedfa", "even", "even:recall=learnt", "fedadam"])
 def test_a_simulation_continues_from_a_checkpoint_to_the_same_bits(name, tmp_path):
     from evenhand.engine.checkpoint import restore, save
 

@@ -121,6 +121,7 @@ def test_no_setting_takes_nonsense(name, setting, bad):
         ("even", "ridge", -0.1),
         ("even", "recall", -0.1),
         ("even", "recall", 1.1),
+        ("even", "recall", "learned"),
         ("even", "caution", -0.1),
         ("even", "absent", "last:0"),
         ("even", "absent", "last:"),

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import evenhand as eh
+from evenhand.methods import even
 
 CLIENTS = [f"site-{i}" for i in range(12)]
 LAYERS = [20, 9, 11]
@@ -90,6 +91,52 @@ def test_any_row_based_rule_can_remember_absent_clients(seed, absent, name):
     settings = {"epsilon": 1.0, "reference": "uniform"} if name == "fedmgda+" else {}
     outcomes = play(seed, name, oracle, 1e-5, absent=absent, **settings)
     assert max(out.diagnostics.ages.max() for out in outcomes) >= 2
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("absent", ["last:2", "expected"])
+@pytest.mark.parametrize("layered", [True, False])
+def test_absent_clients_ask_for_what_returning_ones_show_that_a_memory_is_worth(seed, absent, layered, monkeypatch):
+    monkeypatch.setattr(even, "HEARD", 7)  # so that older answers count less
+    layers = LAYERS if layered else [sum(LAYERS)]
+    learnt = []
+
+    def oracle(updates, losses, clients, index, state, _):
+        memory, known = ({}, None) if state is None else state
+        after = oracles.remember(memory, updates, losses, clients, index)
+        records = oracles.recall(after | memory, clients, index, absent)
+        reach = len(after) / len(clients) if absent == "expected" else 2
+        near = {client: record["update"] for client, record in memory.items() if index - record["round"] <= reach}
+        shares, known = oracles.even_recall([near.get(client) for client in clients], updates, layers, known, 7)
+        learnt.append(shares)
+        rows = np.vstack([updates, *(record["update"][None] for record in records)])
+        losses = np.append(losses, [record["loss"] for record in records])
+        settings = {"present": len(updates), "level": True, "layers": layers, "recall": shares}
+        return oracles.even(rows, losses, 0.5, 0.001, **settings), (after, known)
+
+    given = {"absent": absent, "layerwise": layered, "recall": "learnt"}
+    outcomes = play(seed, "even", oracle, 1e-5, layers=LAYERS, **given)
+    assert max(out.diagnostics.ages.max() for out in outcomes) >= 2
+    assert 0.0 < np.min(learnt[-1]) <= np.max(learnt[-1]) < 1.0
+
+
+def test_a_memory_that_foretells_everything_counts_in_full_and_one_that_foretells_nothing_does_no_more_than_protect():
+    rng, states = np.random.default_rng(1), {"learnt": None, 1.0: None, 0.0: None}
+    camps = rng.normal(size=(4, 30))
+    for turn in (0, 1):  # first a client always says the same, then always the opposite of what it said before
+        for index in range(turn * 40, turn * 40 + 40):
+            who = [index % 4, (index + 1) % 4]
+            rows = camps[who]
+            camps[who] *= (1.0, -1.0)[turn]
+            given = {"losses": [1.0, 2.0], "clients": [str(client) for client in who], "round": index}
+            found = {
+                recall: eh.aggregate("even", rows, state=state, recall=recall, **given)
+                for recall, state in states.items()
+            }
+            states = {recall: out.state for recall, out in found.items()}
+        same, other = (1.0, 0.0) if turn == 0 else (0.0, 1.0)
+        np.testing.assert_allclose(found["learnt"].update, found[same].update, rtol=1e-6)
+        assert np.abs(found["learnt"].update - found[other].update).max() > 1e-3
 
 
 def test_absent_clients_who_only_want_no_harm_are_heard_where_it_would_be_done_alone():

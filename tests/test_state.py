@@ -16,7 +16,15 @@ import evenhand as eh
 from evenhand.state import SLACK, kept_window, window_of
 
 NAMES = [entry.name for entry in eh.methods()]
-WITH_MEMORY = ["even", "fedlf", "fedfv:tau=2", "fedmdfg", "adafed:absent=last:3", "mfairfl:absent=expected"]
+WITH_MEMORY = [
+    "even",
+    "even:recall=learnt",
+    "fedlf",
+    "fedfv:tau=2",
+    "fedmdfg",
+    "adafed:absent=last:3",
+    "mfairfl:absent=expected",
+]
 COHORTS = [(0, 3, 5, 7, 9), (1, 3, 4), (2, 5, 6, 8, 10, 11), (0, 1), (3, 4, 9, 11), (7, 2, 5)]  # of 12 clients
 
 

@@ -41,6 +41,7 @@ class Round:
     values: Mapping[str, Floats] = field(default_factory=dict)  # losses, sizes, ...: one number a row
     globals: Mapping[str, float] = field(default_factory=dict)  # accuracy_global, fairness_global
     layers: tuple[str, ...] = ()  # names of the blocks
+    last: Floats | None = None  # 2 x blocks x present: products with the client's own last update, and its square
 
     @property
     def rows(self) -> int:
@@ -68,6 +69,16 @@ class Round:
     def length(self, coefficients: Floats) -> float:
         """Length of a combination; exactly zero where it is lost in the rounding of the inner products."""
         return combined_length(self.total, coefficients, self.resolution)
+
+    def echoes(self, layerwise: bool = True) -> Floats:
+        """Cosine of each present client's update with its own last one (blocks x present); NaN where none is known."""
+        squares = np.diagonal(self.gram, axis1=1, axis2=2)[:, : self.present]
+        if self.last is None:
+            return np.full(squares.shape if layerwise else (1, self.present), np.nan)
+        told = np.stack([*self.last, squares])
+        products, before, now = told if layerwise else told.sum(axis=1, keepdims=True)
+        lengths = np.sqrt(np.maximum(before, 0.0) * np.maximum(now, 0.0))
+        return np.divide(products, lengths, out=np.full_like(products, np.nan), where=lengths > 0.0)
 
     def random(self) -> np.random.Generator:
         """Random numbers that depend on the seed and the round alone."""

@@ -46,7 +46,7 @@ def experiment_of(name):
     return small(changes.pop("method", name), **changes)
 
 
-@pytest.mark.parametrize("name", FEDERATED)
+@pytest.mark.parametrize("name", [*FEDERATED, "even:recall=learnt,turns=8"])
 def test_every_method_gives_the_simulators_model_to_the_last_bit(name):
     experiment = experiment_of(name)
     strategy, _grid = federated(experiment)
