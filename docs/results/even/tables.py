@@ -72,3 +72,5 @@ if __name__ == "__main__":
         rows = [entry.name for entry in find_recipe(f"even/{recipe}").rows]
         table(f"../even-{recipe}/results.csv", "row", ("mean", "worst:10"), rows)
         differences(f"../even-{recipe}/results.csv", "even")
+    for longer in ("even, 8 turns", "even, learnt recall, 8 turns"):
+        differences("../even-ablation/results.csv", longer)
