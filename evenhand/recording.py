@@ -117,6 +117,12 @@ class Keeper(Protocol):
     def restore(self, simulation: Any, path: Path) -> None: ...
 
 
+def next_checkpoint(started: float, every: float) -> float:
+    """When to write the next one, after one that was begun at `started`."""
+    took = monotonic() - started
+    return monotonic() + max(every, took / CHECKPOINT_SHARE if every else 0.0)
+
+
 class Recorder:
     """Runs a simulation, and keeps what it says: in memory, and where there is a folder on disk."""
 
@@ -210,8 +216,7 @@ class Recorder:
             if (place / CURRENT).exists():
                 os.replace(place / CURRENT, place / PREVIOUS)
             os.replace(place / NEWEST, place / CURRENT)
-        took = monotonic() - started
-        self._due = monotonic() + max(self.every, took / CHECKPOINT_SHARE if self.every else 0.0)
+        self._due = next_checkpoint(started, self.every)
 
     def _flush(self, *, sync: bool = True) -> None:
         assert self.folder is not None

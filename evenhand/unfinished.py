@@ -20,7 +20,7 @@ from evenhand import storage
 from evenhand.checks import EvenhandError
 from evenhand.engine import checkpoint
 from evenhand.engine.simulation import Simulation
-from evenhand.recording import CHECKPOINT_SHARE, Recorder
+from evenhand.recording import Recorder, next_checkpoint
 
 EVERY = 60.0  # seconds, at least
 RUNS, STATES, HISTORY = "runs.json", "states.safetensors", "history-{}.safetensors"
@@ -86,8 +86,7 @@ class Unfinished:
             warnings.warn(said, stacklevel=2)
             self._due = float("inf")
             return
-        now = monotonic()
-        self._due = now + max(EVERY, (now - started) / CHECKPOINT_SHARE if EVERY else 0.0)
+        self._due = next_checkpoint(started, EVERY)
 
     def _keep(self, recorder: Recorder) -> None:
         self.place.mkdir(parents=True, exist_ok=True)

@@ -12,11 +12,10 @@ from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
-from tables import PARTS
+from tables import PARTS, set_up
 
 from evenhand.engine.simulation import Simulation
 from evenhand.experiment import prepare
-from evenhand.recipe import find_recipe
 from evenhand.reruns import machine_of
 
 FILE = Path(__file__).with_name("echoes.csv")
@@ -25,10 +24,7 @@ METHOD, SEED, ROUNDS, EVERY, FIRST = "even:recall=learnt", 10, 300, 20, 100
 
 
 def train(part: str) -> None:
-    recipe = find_recipe("even/memory")
-    settings = next(entry.settings for entry in recipe.parts if entry.name == part)
-    more = {"method": METHOD, "seeds": [SEED], "rounds": ROUNDS, "eval_every": ROUNDS}
-    chosen = recipe.experiment.with_settings({**settings, **more})
+    chosen = set_up(part, method=METHOD, seeds=[SEED], rounds=ROUNDS, eval_every=ROUNDS)
     machine = machine_of(chosen)
 
     def after(simulation: Simulation) -> None:

@@ -10,6 +10,7 @@ from statistics import mean, stdev
 
 from scipy.stats import ttest_1samp
 
+from evenhand.experiment import Experiment
 from evenhand.recipe import find_recipe
 
 HERE = Path(__file__).parent
@@ -20,6 +21,13 @@ PARTS = {
     "Fashion-MNIST, two classes": "F-MNIST, 2 classes",
     "Fashion-MNIST, Dir(0.1)": "F-MNIST, Dir(0.1)",
 }
+
+
+def set_up(part: str, **more: object) -> Experiment:
+    """The experiment of one set-up, with other settings."""
+    recipe = find_recipe("even/memory")
+    settings = next(entry.settings for entry in recipe.parts if entry.name == part)
+    return recipe.experiment.with_settings({**settings, **more})
 
 
 def table(file: str, row: str, columns: tuple[str, str], order: Sequence[str] = ()) -> None:

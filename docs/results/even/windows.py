@@ -18,13 +18,12 @@ from typing import Any
 import numpy as np
 import torch
 from scipy.stats import ttest_1samp
-from tables import PARTS
+from tables import PARTS, set_up
 
 from evenhand.engine.simulation import Simulation
 from evenhand.experiment import prepare
 from evenhand.fairness import worst
 from evenhand.methods.server import Recent
-from evenhand.recipe import find_recipe
 from evenhand.reruns import machine_of
 
 FILE = Path(__file__).with_name("windows.csv")
@@ -40,9 +39,7 @@ Runs = dict[str, dict[Who, Vector]]  # by model
 
 
 def train(method: str, seed: int, part: str) -> None:
-    recipe = find_recipe("even/memory")
-    settings = next(entry.settings for entry in recipe.parts if entry.name == part)
-    chosen = recipe.experiment.with_settings({**settings, "method": method, "seeds": [seed], "eval_every": ROUNDS})
+    chosen = set_up(part, method=method, seeds=[seed], eval_every=ROUNDS)
     present = round(chosen.sampling.participation * chosen.clients)
     made, kept, machine = prepare(chosen), dict[str, torch.Tensor](), machine_of(chosen)
 
