@@ -25,11 +25,10 @@ PART: dict[str, dict[str, Any]] = {  # what was run of each recipe, where that i
     "adafed-table13": {"parts": ["FEMNIST-skewed"]},
     "fedfv-fig2": {"parts": ["CIFAR-10"]},
     "fedfv-fig2-mnist": {"parts": ["MNIST"], "quirks": "off", "rounds": 200, "seeds": 2},
-    "fedlf-table2": {"quirks": "off", "rounds": 300, "seeds": 1},
+    "fedlf-table2": {"quirks": "off"},
     "fedlf-table4": {"quirks": "off", "rounds": 100, "seeds": 1},
     "fedlf-unequal": {"parts": ["FMNIST Pat-2"], "quirks": "on"},
 }
-WHOLE = {"fedlf-table2": "full-length.md"}  # what there is at full length, on a page of its own
 
 
 def recipe_of(folder: Path) -> str:
@@ -39,9 +38,6 @@ def recipe_of(folder: Path) -> str:
 
 def write(folder: Path) -> None:
     name, how = recipe_of(folder), PART.get(folder.name, {})
-    if folder.name in WHOLE:
-        page = eh.reproduce(name, out=folder, stored=True, quirks=how["quirks"]).markdown()
-        (folder / WHOLE[folder.name]).write_text(page, encoding="utf-8")
     found = eh.reproduce(name, out=folder, stored=True, **how)
     page = (folder / PAGE).read_text(encoding="utf-8")
     print(f"{folder.name}: {found.missing or 'no'} cells missing, {len(page):,} characters")
