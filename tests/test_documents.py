@@ -16,6 +16,7 @@ would. A comment right before a block, which readers do not see, says what it ne
 from __future__ import annotations
 
 import ast
+import csv
 import importlib.util
 import os
 import re
@@ -33,6 +34,7 @@ import markdown_it
 import numpy as np
 import pytest
 import typer
+from scipy.stats import ttest_1samp
 
 import evenhand as eh
 from evenhand import cli
@@ -235,6 +237,14 @@ def test_commands_in_the_text_are_commands(document):
                     pass  # `evenhand run METHOD` stands for a command and is none
 
 
+@pytest.mark.parametrize("document", [*DOCUMENTS, "CHANGELOG.md"])
+def test_scripts_in_the_text_are_there(document):
+    for script in re.findall(
+        r"(?:docs|benchmarks|examples|tests)/[\w/.-]+\.(?:py|ipynb)", (ROOT / document).read_text()
+    ):
+        assert (ROOT / script).is_file(), f"{document} names {script}, which is not there"
+
+
 def test_a_wrong_command_line_is_noticed():
     parsed(["compare", "fedavg", "fedfv:alpha=0.2", "--rounds", "5"])
     with pytest.raises(click.NoSuchOption):
@@ -363,6 +373,29 @@ def results_script(name):
 def test_the_first_table_of_the_readme_is_that_of_the_committed_runs():
     front = results_script("front")
     assert front.table(front.read()) in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_pairs_are_of_the_same_part_and_seed(capsys):
+    pairs = results_script("pairs")
+    with (pairs.HERE / "fedlf-table2" / "results.csv").open(newline="", encoding="utf-8") as lines:
+        runs = [run for run in csv.DictReader(lines) if run["stage"] == "final" and run["rounds"] == "3000"]
+    known = {(run["row"], run["part"], run["seed"]): run for run in runs}
+    pairs.main("fedlf/table2", "even", ["FedLF"], quirks=False)
+    printed = capsys.readouterr().out.splitlines()[2:]
+    assert [line.split(" | ")[1] for line in printed] == [
+        "CIFAR-10 Dir(0.1)",
+        "CIFAR-10 Pat-1",
+        "CIFAR-10 Pat-2",
+        "all 3",
+    ]
+    for line in printed:
+        _, part, *said, _ = line.strip("| ").split(" | ")
+        mine = [run for (row, here, _), run in known.items() if row == "even" and (here == part or part == "all 3")]
+        for place, measure in enumerate(("mean", "angle_radians", "worst")):
+            more = [float(run[measure]) - float(known["FedLF", run["part"], run["seed"]][measure]) for run in mine]
+            assert len(more) == (15 if part == "all 3" else 5)
+            assert float(said[2 * place]) == pytest.approx(np.mean(more), abs=1e-4)
+            assert float(said[2 * place + 1]) == pytest.approx(ttest_1samp(more, 0.0).pvalue, abs=1e-4)
 
 
 def test_the_times_of_the_recipes_are_those_of_the_committed_runs():
