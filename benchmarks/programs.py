@@ -60,6 +60,8 @@ def replayed(name: str, kind: str, precision: str, clients: int) -> tuple[float,
     shape, steps = (784,) if name == "mlp" else MODELS[name][0], STEPS[name]
     module, tensors, inputs, targets = given(name, shape, clients, 50, "cuda")
     program = choose_program(module, kind.removesuffix(", compiled"), torch.device("cuda"), precision)
+    if isinstance(program, FeedForward):
+        inputs = program.form(inputs.flatten(0, 1)).unflatten(0, inputs.shape[:2])
     weights = torch.full((clients, 50), 0.002, device="cuda")
     start = perf_counter()
     one: Callable[..., object] = program.step if isinstance(program, FeedForward) else program.gradients

@@ -8,7 +8,8 @@ quietest of five passes over all rows, each the mean of its rounds.
 
 Without --device all devices that are there are measured. --long adds whole runs (3,000 rounds, on a CPU 100),
 a convolutional network and a million registered clients. --only leaves rows of other methods out, --tables
-other tables (there are rounds, whole, unequal, long). peers.py measures other frameworks on the same workload.
+other tables (there are rounds, whole, unequal, convolutions, population). peers.py measures other frameworks on the
+same workload.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import itertools
 from collections.abc import Callable
 from functools import partial
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,7 +38,8 @@ from evenhand.models import build
 from evenhand.processes import side_by_side
 from evenhand.streams import stream
 
-METHODS = ["fedavg", "qffl:q=1", "fedfv", "adafed", "even", "fedlf", "mfairfl:measure=off"]
+ADDING = ["fedprox", "fedfa", "ditto"]  # whose clients do more in a step: a pull, momentum, a second model
+METHODS = ["fedavg", *ADDING, "qffl:q=1", "fedfv", "adafed", "even", "fedlf", "mfairfl:measure=off"]
 GROUPED = ["fairfed", "fpfl", "mfairfl", "mfairfl:measure=eodds"]  # two groups; ten classes
 REMEMBERED = 75  # updates of absent clients that FedFV, FedLF and even keep here, 65 to 90
 SAMPLING = Sampling(cohort=10)
@@ -178,13 +181,13 @@ def apart(name: str, seeds: int, device: str, rounds: int) -> float:
     return perf_counter() - start
 
 
-def convolution(device: str, program: str, rounds: int, seeds: int = 1) -> float:
+def convolution(device: str, program: str, rounds: int, seeds: int = 1, name: str = "fedavg") -> float:
     """FedLF's network on images of CIFAR-10's shape: 50,000 samples, 100 clients, 10 a round, batches of 50."""
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(50_000, 3, 32, 32, generator=generator)
     dataset = Dataset(name="images", inputs=inputs, targets=torch.arange(50_000) % 10, classes=10)
     parted = partition(dataset, "pat:2", clients=100, seed=0)
-    made = simulation(dataset, parted, "fedavg", 50, seeds, device, model="cnn", program=program)
+    made = simulation(dataset, parted, name, 50, seeds, device, model="cnn", program=program)
     return ours(made, rounds, device, 3)
 
 
@@ -276,20 +279,27 @@ def whole_table(device: str, only: str = "") -> None:
             print(f"| {name}, {whole:,} rounds, 5 seeds, a process each | {seconds:.1f} |", flush=True)
 
 
-def long_table(device: str, rounds: int) -> None:
+def convolution_table(device: str, rounds: int, only: str = "") -> None:
     few = max(3, rounds // 4)
-    print("\n| convolutional network, 798k parameters | ms a round |\n|---|---|")
-    for program in (*(["fused"] if device == "cuda" else []), "sequential", "batched"):
-        print(f"| {program} | {1e3 * convolution(device, program, few):.1f} |", flush=True)
+    rows: dict[str, dict[str, Any]] = {"sequential": {}, "batched": {}}
     if device == "cuda":
-        print(f"| fused, five seeds at once | {1e3 * convolution(device, 'fused', few, 5):.1f} |", flush=True)
+        own = {f"fused, {name}": {"name": name} for name in ADDING}
+        rows = {"fused": {}, **own, "fused, five seeds at once": {"seeds": 5}, **rows}
+    print("\n| convolutional network, 798k parameters | ms a round |\n|---|---|")
+    for label, more in rows.items():
+        if only in label:
+            cell = 1e3 * convolution(device, label.partition(",")[0], few, **more)
+            print(f"| {label} | {cell:.1f} |", flush=True)
+
+
+def population_table(device: str, rounds: int) -> None:
     print("\n| 100 clients a round out of | fedavg, ms | adafed, ms |\n|---|---|---|")
     for clients in (1_000, 1_000_000):
         cells = [f"{1e3 * population(clients, name, device, rounds):.2f}" for name in ("fedavg", "adafed")]
         print(f"| {clients:,} | {' | '.join(cells)} |", flush=True)
 
 
-TABLES = ("rounds", "whole", "unequal", "long")
+TABLES = ("rounds", "whole", "unequal", "convolutions", "population")
 
 
 def main() -> None:
@@ -298,10 +308,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--long", action="store_true", help="whole runs, a convolutional network, a million clients")
     parser.add_argument("--tables", nargs="+", choices=TABLES, help="these and no others")
-    parser.add_argument("--only", default="", metavar="WORD", help="rows of methods only that have this in their name")
+    parser.add_argument("--only", default="", metavar="WORD", help="only rows that have this in their name")
     arguments = parser.parse_args()
     every = not arguments.only
-    usual = {"rounds": True, "whole": arguments.long, "unequal": every, "long": arguments.long and every}
+    usual = {"rounds": True, "whole": arguments.long, "unequal": every}
+    usual |= dict.fromkeys(TABLES[3:], arguments.long and every)
     wanted = arguments.tables or [name for name, usually in usual.items() if usually]
     for device in devices(arguments.device):
         print(provenance(device))
@@ -311,8 +322,10 @@ def main() -> None:
             whole_table(device, arguments.only)
         if "unequal" in wanted:
             unequal_table(device, arguments.rounds)
-        if "long" in wanted:
-            long_table(device, arguments.rounds)
+        if "convolutions" in wanted:
+            convolution_table(device, arguments.rounds, arguments.only)
+        if "population" in wanted:
+            population_table(device, arguments.rounds)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from evenhand.transfer import sent, to_numpy
 from evenhand.updates import Layout, Spare, Updates, columns_at_once
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
+Integers = np.ndarray[Any, np.dtype[np.int64]]
 
 STRETCH = 512  # columns whose products are summed at once; these sums are added up in float64
 PARTIALS = 1 << 20  # bytes of such sums held at once: a cache's worth
@@ -202,13 +203,14 @@ def settle(updates: Updates, past: Sequence[Updates], found: Sequence[Floats]) -
         return own, rest
     if not in_range(own):
         squares = np.diagonal(own, axis1=1, axis2=2)
-        doubtful = np.argwhere(~((squares > TINY) & (squares < HUGE)))
+        doubtful = ~((squares > TINY) & (squares < HUGE))
+        sizes = [_largest(updates, block, np.flatnonzero(rows)) for block, rows in enumerate(doubtful) if rows.any()]
         # Not so for a true zero, NaN or Inf: float64 would find the same.
-        if any(0.0 < _largest(updates, block, row) < np.inf for block, row in doubtful):
+        if any(((found > 0.0) & (found < np.inf)).any() for found in sizes):
             own = _accumulate(updates, dtype=torch.float64).cpu().numpy()
     for place, rows in enumerate(past):
-        sizes = np.abs(rest[place])
-        if not sizes.max(initial=0.0) < HUGE or (sizes.min(initial=1.0) < TINY and _underflowed(sizes, updates, rows)):
+        terms = np.abs(rest[place])
+        if not terms.max(initial=0.0) < HUGE or (terms.min(initial=1.0) < TINY and _underflowed(terms, updates, rows)):
             rest[place] = _accumulate(updates, rows, dtype=torch.float64).cpu().numpy()
     return own, rest
 
@@ -219,25 +221,25 @@ def in_range(products: Floats) -> bool:
     return bool(squares.min() > TINY and squares.max() < HUGE)
 
 
-def _largest(updates: Updates, block: int, row: int) -> float:
-    """The largest absolute number of a row in a block."""
-    flat = updates.row(row)
+def _largest(updates: Updates, block: int, rows: Integers) -> Floats:
+    """The largest absolute number of each of some rows in a block; a device is asked once."""
+    flat = [updates.row(row) for row in rows.tolist()]
     sizes = [
-        float(flat[part][span].abs().max())
+        torch.stack([one[part][span].abs().amax() for one in flat]).double()
         for part, spans in enumerate(updates.layout.spans)
         for owner, span in spans
         if owner == block
     ]
-    return float(np.max(sizes))
+    return np.maximum.reduce([found.cpu().numpy() for found in sizes])
 
 
 def _underflowed(sizes: Floats, updates: Updates, past: Updates) -> bool:
     """Whether an inner product may be faint because float32 products underflowed, not because rows are orthogonal."""
     for block, faint in enumerate(sizes < TINY):
-        here = np.array([_largest(updates, block, row) for row in np.flatnonzero(faint.any(axis=1)).tolist()])
+        here = _largest(updates, block, np.flatnonzero(faint.any(axis=1))) if faint.any() else np.zeros(0)
         if not here.any():
             continue
-        there = np.array([_largest(past, block, row) for row in np.flatnonzero(faint.any(axis=0)).tolist()])
+        there = _largest(past, block, np.flatnonzero(faint.any(axis=0)))
         terms = np.outer(here, there)
         if ((terms > 0.0) & (terms < 0.01 * TINY)).any():
             return True

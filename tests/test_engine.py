@@ -24,7 +24,7 @@ from evenhand.engine.choice import choose_program
 from evenhand.engine.graphs import Captured, Replayed
 from evenhand.engine.programs import Batched, FeedForward, Sequential
 from evenhand.engine.sampling import Sampling
-from evenhand.engine.training import Columns, Local, LocalWork, Shape
+from evenhand.engine.training import Columns, Local, LocalWork, Shape, pulling
 from evenhand.experiment import Experiment, prepare
 from evenhand.methods import method
 from evenhand.models import build
@@ -64,14 +64,13 @@ def trained(program, module, sizes, work: LocalWork, *, momentum=0.0, pull=0.0, 
     shape = Shape.of(module)
     batches = Batches.of(steps_of(sizes, work, epochs), torch.device("cpu"))
 
-    def column(value):
-        return torch.full((len(sizes), 1), float(value)) if value else None
-
-    rates = torch.full((len(sizes), 1), work.lr) if rates is None else torch.tensor(rates).view(-1, 1)
+    every = [work.lr] * len(sizes) if rates is None else rates
+    told = {"rates": every, "momentum": [momentum] * len(sizes), "sharpness": [sharp] * len(sizes)}
+    told |= pulling(every, [pull] * len(sizes), told["momentum"], work)
     local = Local(program, shape, inputs, targets, work, torch.arange(len(targets)) % CELLS, CELLS)
     model = shape.flat(module).unsqueeze(0)
     tables = told_tables(sizes) if sharp else None
-    columns = Columns(rates, column(momentum), column(pull), tables, column(sharp))
+    columns = Columns(**{name: torch.tensor(own).view(-1, 1) for name, own in told.items() if any(own)}, tables=tables)
     updates, measured = local.round(model, batches, columns)
     return torch.cat([view.flatten(1) for view in shape.views(model - updates).values()], dim=1), measured
 
@@ -117,7 +116,13 @@ WORKS = {
     "momentum": (LocalWork(batch_size=8), {"momentum": 0.9}),
     "decay and clip": (LocalWork(batch_size=8, weight_decay=0.01, clip=0.5), {}),
     "proximal": (LocalWork(batch_size=8, lr=0.2), {"pull": 0.7}),
+    "pulled half the way": (LocalWork(batch_size=8, lr=0.2), {"pull": 2.5}),
+    "pulled further than that": (LocalWork(batch_size=8, lr=0.2), {"pull": 4.0}),
+    "proximal with momentum": (LocalWork(batch_size=8), {"pull": 0.7, "momentum": 0.5}),
+    "proximal with decay": (LocalWork(batch_size=8, weight_decay=0.01), {"pull": 0.7}),
     "stragglers": (LocalWork(batch_size=8, epochs=2), {"epochs": [2.0, 0.3, 1.0, 1.5]}),
+    "stragglers with momentum": (LocalWork(batch_size=8, epochs=2), {"epochs": [2.0, 0.3, 1.0, 1.5], "momentum": 0.9}),
+    "proximal stragglers": (LocalWork(batch_size=8, epochs=2), {"epochs": [2.0, 0.3, 1.0, 1.5], "pull": 0.7}),
     "told": (LocalWork(batch_size=8, lr=0.2), {"sharp": 1.0}),
     "told with momentum": (LocalWork(batch_size=8, lr=0.05), {"sharp": 3.0, "momentum": 0.5}),
 }

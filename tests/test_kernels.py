@@ -68,6 +68,11 @@ def test_linear_layers(rows, samples, outputs, inputs, biased, gated):
     assert torch.equal(flat[:, outputs * inputs + outputs :], before[:, outputs * inputs + outputs :])
 
 
+def formed(program: Fused, x: torch.Tensor) -> torch.Tensor:
+    """Every row's samples as the program reads them."""
+    return program.form(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+
+
 def gradients_of(error, kept, weight, bias, *, below=False, scale=1.0, **how) -> tuple[torch.Tensor, ...]:
     """A convolution's gradients, and where it is wanted the error below."""
     found, scales = (torch.empty_like(weight), torch.empty_like(bias)), bias.new_full((len(bias),), scale)
@@ -211,9 +216,10 @@ def test_the_fused_program_gives_autograds_gradients(name, shape, options, sampl
         program = Fused(module, DEVICE, precision)
         with arithmetic(precision):
             library, plain = Batched(module).gradients(layout.views(rows), inputs, targets, weights)
-            found, scores = program.gradients(layout.views(rows), inputs, targets, weights)
+            read = formed(program, inputs)
+            found, scores = program.gradients(layout.views(rows), read, targets, weights)
             moved = rows.clone()
-            program.step(layout.views(moved), inputs, targets, weights)
+            program.step(layout.views(moved), read, targets, weights)
         for one, same, right, other in zip((*found, scores), (*library, plain), exact, nudged, strict=True):
             allowed = tolerance * torch.linalg.vector_norm(right) + torch.linalg.vector_norm(other - right)
             allowed += 3.0 * torch.linalg.vector_norm(same - right)  # the library's own error
@@ -262,10 +268,14 @@ def test_small_networks_train_by_the_kernels(module, inputs, samples, precision,
     with arithmetic("float32"):
         expected, scores = Batched(module).gradients(layout.views(rows), x, targets, weights)
     with arithmetic(precision):
+        x = formed(program, x)
         found, said = program.gradients(layout.views(rows), x, targets, weights)
-        moved, half, full = rows.clone(), rows.clone(), rows.clone()
+        moved, half, full, beside = rows.clone(), rows.clone(), rows.clone(), torch.zeros_like(rows)
         program.step(layout.views(moved), x, targets, weights)
         program.step(layout.views(full), x, targets, weights, full=True)
+        before = rows.clone()
+        program.step(layout.views(rows), x, targets, weights, off=layout.views(beside))
+        assert torch.equal(rows, before)
         weights[1] = 0.0
         program.step(layout.views(half), x, targets, weights)
     near(said, scores, close)
@@ -273,6 +283,8 @@ def test_small_networks_train_by_the_kernels(module, inputs, samples, precision,
         near(one, right, close)
     for view, start, own in zip(layout.views(moved).values(), layout.views(rows).values(), found, strict=True):
         torch.testing.assert_close(view, start - own)
+    for view, own in zip(layout.views(beside).values(), found, strict=True):
+        torch.testing.assert_close(view, -own)
     assert torch.equal(full, moved)
     torch.testing.assert_close(half[0], moved[0])
     assert torch.equal(half[1], rows[1])
@@ -310,6 +322,7 @@ def test_padding_changes_nothing(module, samples, spoiled, monkeypatch):
     counts = [samples, samples - 2, 1, 0]
     weights = torch.tensor([[1.0 / max(n, 1)] * n + [0.0] * (samples - n) for n in counts], device=DEVICE)
     program = Fused(module, DEVICE, "float32")
+    x = formed(program, x)
     whole, answers = program.gradients(layout.views(rows), x, targets, torch.ones_like(weights))
     found, said = program.gradients(layout.views(rows), x, targets, weights)
     moved = rows.clone()
@@ -346,10 +359,11 @@ def test_layers_are_held_against_other_models(channels, layers, precision, close
     others = [layout.views(rows + scale * drawn(*rows.shape)) for scale in (0.02, 0.05)]
     found = []
     for program, how in ((Batched(module), "float32"), (Fused(module, DEVICE, precision), precision)):
+        read = formed(program, x) if isinstance(program, Fused) else x
         with arithmetic(how):
-            relations = [program.relations(layers, other, x, real) for other in others]
+            relations = [program.relations(layers, other, read, real) for other in others]
             like = Likeness(torch.full((ROWS, layers), 2.0, device=DEVICE), real, *relations)
-            gradients, scores = program.gradients(layout.views(rows), x, targets, weights, None, like)
+            gradients, scores = program.gradients(layout.views(rows), read, targets, weights, None, like)
         whole = torch.cat(
             [one.flatten(1) for one in gradients], dim=1
         )  # a shift of all samples is not held, so that a bias has rounding

@@ -82,26 +82,37 @@ def _convolve(
 
 @triton.jit
 def _patch(
-    x, p, k, images,
+    x, p, start, images,
     H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, SIZE: tl.constexpr, PAD: tl.constexpr,
+    BK: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
     """What the four places that are pooled together at p see, all of it once: (SIZE + 1) x (SIZE + 1) x C numbers.
 
-    Behind them comes a one, then zeros.
+    Behind them comes a one, then zeros; of all these BK from `start` on. PAIRED: x are pairs of float16 numbers.
     """
     HP: tl.constexpr = (H + 2 * PAD - SIZE + 1) // 2
     WP: tl.constexpr = (W + 2 * PAD - SIZE + 1) // 2
-    ACROSS: tl.constexpr = (SIZE + 1) * C
+    EACH: tl.constexpr = 2 if PAIRED else 1
+    ACROSS: tl.constexpr = (SIZE + 1) * C // EACH
+    k = start // EACH + tl.arange(0, BK // EACH)
     image, y, c = p // (HP * WP), 2 * ((p // WP) % HP) - PAD, 2 * (p % WP) - PAD
     i, j = k // ACROSS, k % ACROSS
     inside = image[:, None] < images
     real = inside & (k[None, :] < (SIZE + 1) * ACROSS)
     if PAD > 0:
-        down, along = y[:, None] + i[None, :], c[:, None] + (j // C)[None, :]
+        down, along = y[:, None] + i[None, :], c[:, None] + (EACH * j // C)[None, :]
         real = real & (down >= 0) & (down < H) & (along >= 0) & (along < W)
-    place = image * (H * W * C) + y * (W * C) + c * C
-    seen = tl.load(x + place[:, None] + (i * (W * C) + j)[None, :], mask=real, other=0.0)
-    return tl.where(inside & (k[None, :] == (SIZE + 1) * ACROSS), 1.0, seen).to(x.dtype.element_ty)
+    place = (image * (H * W * C) + y * (W * C) + c * C) // EACH
+    seen = tl.load(x + place[:, None] + (i * (W * C // EACH) + j)[None, :], mask=real, other=0)
+    behind = inside & (k[None, :] == (SIZE + 1) * ACROSS)
+    if PAIRED:
+        seen = tl.where(behind, 0x3C00, seen)  # one and zero in float16
+        first = (seen & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
+        second = ((seen >> 16) & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
+        found = tl.reshape(tl.join(first, second), (p.shape[0], BK))
+    else:
+        found = tl.where(behind, 1.0, seen).to(x.dtype.element_ty)
+    return found
 
 
 @triton.jit
@@ -116,7 +127,7 @@ def _convolve_patches(
     x, weight, bias, out, winner, active, images, bias_row, active_row, SKIP: tl.constexpr, BA: tl.constexpr,
     H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, OUT: tl.constexpr, SIZE: tl.constexpr, PAD: tl.constexpr,
     RELU: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    ALL: tl.constexpr, BLOCKS: tl.constexpr,
+    ALL: tl.constexpr, BLOCKS: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
     """As `_convolve`, by patches: weight is rows x 4 x OUT x ALL, a filter for each of four places in its patch."""
     HP: tl.constexpr = (H + 2 * PAD - SIZE + 1) // 2
@@ -127,20 +138,21 @@ def _convolve_patches(
         known = reach(active + row * active_row, images, BA)
         blocks = tl.minimum(tl.maximum(tl.cdiv(known * (HP * WP) - begin, BM), 0), BLOCKS)
     o, k = tl.arange(0, BN), tl.arange(0, BK)
-    own, filters = x + row * images * (H * W * C), weight + row * (4 * OUT * ALL)
+    own, filters = x + row * images * (H * W * C // (2 if PAIRED else 1)), weight + row * (4 * OUT * ALL)
     # The first parts of the filters, most often all there is, are read once for all blocks of places.
     b0, b1 = _filter_part(filters, 0, o, k, OUT, ALL), _filter_part(filters, 1, o, k, OUT, ALL)
     b2, b3 = _filter_part(filters, 2, o, k, OUT, ALL), _filter_part(filters, 3, o, k, OUT, ALL)
     shift = tl.load(bias + row * bias_row + o, mask=o < OUT, other=0.0)[None, :]
-    for block in range(blocks):
+    a = _patch(own, begin + tl.arange(0, BM), 0, known, H, W, C, SIZE, PAD, BK, PAIRED)
+    for block in tl.range(blocks, num_stages=1):
         p = begin + block * BM + tl.arange(0, BM)
-        a = _patch(own, p, k, known, H, W, C, SIZE, PAD)
+        ahead = _patch(own, p + BM, 0, known, H, W, C, SIZE, PAD, BK, PAIRED)  # on its way while this one is multiplied
         one = tl.dot(a, b0, input_precision=PRECISION)
         two = tl.dot(a, b1, input_precision=PRECISION)
         three = tl.dot(a, b2, input_precision=PRECISION)
         four = tl.dot(a, b3, input_precision=PRECISION)
         for start in range(BK, ALL, BK):
-            a = _patch(own, p, start + k, known, H, W, C, SIZE, PAD)
+            a = _patch(own, p, start, known, H, W, C, SIZE, PAD, BK, PAIRED)
             one = tl.dot(a, _filter_part(filters, 0, o, start + k, OUT, ALL), one, input_precision=PRECISION)
             two = tl.dot(a, _filter_part(filters, 1, o, start + k, OUT, ALL), two, input_precision=PRECISION)
             three = tl.dot(a, _filter_part(filters, 2, o, start + k, OUT, ALL), three, input_precision=PRECISION)
@@ -149,6 +161,7 @@ def _convolve_patches(
         which = tl.where(upper >= lower, tl.where(one >= two, 0, 1), tl.where(three >= four, 2, 3))
         largest = tl.maximum(upper, lower) + shift  # of equal ones the first wins
         _put_out(largest, which, out, winner, row, p, o, images * HP * WP, known * HP * WP, OUT, RELU, SKIP)
+        a = ahead
     if SKIP:
         for block in range(blocks, BLOCKS):
             p = begin + block * BM + tl.arange(0, BM)
@@ -157,10 +170,28 @@ def _convolve_patches(
 
 
 @triton.jit
+def _errors(errors, winners, p, o, end, OUT: tl.constexpr):
+    """Errors at some pooled places (p) before `end`, of some outputs, and which of four places won there."""
+    inside = (p[:, None] < end) & (o[None, :] < OUT)
+    there = p[:, None] * OUT + o[None, :]
+    return tl.load(errors + there, mask=inside, other=0.0), tl.load(winners + there, mask=inside, other=4)
+
+
+@triton.jit
+def _unpooled(e, won):
+    """Pooled places x (4 x outputs, the four places of an output side by side): the error at the place that won."""
+    zero = tl.zeros_like(e)
+    even = tl.join(tl.where(won == 0, e, zero), tl.where(won == 2, e, zero))
+    odd = tl.join(tl.where(won == 1, e, zero), tl.where(won == 3, e, zero))
+    return tl.reshape(tl.join(even, odd), (e.shape[0], 4 * e.shape[1]))
+
+
+@triton.jit
 def _patches_back(
     x, error, winner, out, active, images, rows, share, active_row, SKIP: tl.constexpr, BA: tl.constexpr,
     H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, OUT: tl.constexpr, SIZE: tl.constexpr, PAD: tl.constexpr,
     PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ALL: tl.constexpr,
+    PAIRED: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the filters of patches over one share of the places (shares x rows x 4 x OUT x ALL).
 
@@ -169,32 +200,28 @@ def _patches_back(
     HP: tl.constexpr = (H + 2 * PAD - SIZE + 1) // 2
     WP: tl.constexpr = (W + 2 * PAD - SIZE + 1) // 2
     row = tl.program_id(1).to(tl.int64)
-    piece = tl.program_id(2)
-    k, o = tl.program_id(0) * BK + tl.arange(0, BK), tl.arange(0, BN)
-    own, errors = x + row * images * (H * W * C), error + row * images * (HP * WP * OUT)
-    winners = winner + row * images * (HP * WP * OUT)
-    one = tl.zeros((BN, BK), dtype=tl.float32)
-    two, three, four = one, one, one
+    piece, column = tl.program_id(2), tl.program_id(0) * BK
+    o = tl.arange(0, BN)
+    own = x + row * images * (H * W * C // (2 if PAIRED else 1))
+    errors, winners = error + row * images * (HP * WP * OUT), winner + row * images * (HP * WP * OUT)
+    total = tl.zeros((4 * BN, BK), dtype=tl.float32)
     known = images
     if SKIP:
         known = reach(active + row * active_row, images, BA)
     end = tl.minimum(piece * share + share, known * (HP * WP))
-    for start in range(piece * share, end, BM):
-        p = start + tl.arange(0, BM)
-        inside = (p[:, None] < known * (HP * WP)) & (o[None, :] < OUT)
-        e = tl.load(errors + p[:, None] * OUT + o[None, :], mask=inside, other=0.0)
-        won = tl.load(winners + p[:, None] * OUT + o[None, :], mask=inside, other=4)
-        a = _patch(own, p, k, known, H, W, C, SIZE, PAD)
-        one = tl.dot(tl.trans(tl.where(won == 0, e, 0.0)), a, one, input_precision=PRECISION)
-        two = tl.dot(tl.trans(tl.where(won == 1, e, 0.0)), a, two, input_precision=PRECISION)
-        three = tl.dot(tl.trans(tl.where(won == 2, e, 0.0)), a, three, input_precision=PRECISION)
-        four = tl.dot(tl.trans(tl.where(won == 3, e, 0.0)), a, four, input_precision=PRECISION)
-    there = out + ((piece * rows + row) * 4 * OUT + o)[:, None] * ALL + k[None, :]
-    real = o[:, None] < OUT
-    tl.store(there, one, mask=real)
-    tl.store(there + OUT * ALL, two, mask=real)
-    tl.store(there + 2 * OUT * ALL, three, mask=real)
-    tl.store(there + 3 * OUT * ALL, four, mask=real)
+    p = piece * share + tl.arange(0, BM)
+    e, won = _errors(errors, winners, p, o, end, OUT)
+    a = _patch(own, p, column, known, H, W, C, SIZE, PAD, BK, PAIRED)
+    for start in tl.range(piece * share, end, BM, num_stages=1):
+        p = start + BM + tl.arange(0, BM)
+        e_ahead, won_ahead = _errors(errors, winners, p, o, end, OUT)  # on their way while these are multiplied
+        a_ahead = _patch(own, p, column, known, H, W, C, SIZE, PAD, BK, PAIRED)
+        total = tl.dot(tl.trans(_unpooled(e, won)), a, total, input_precision=PRECISION)
+        e, won, a = e_ahead, won_ahead, a_ahead
+    m = tl.arange(0, 4 * BN)
+    place = ((piece * rows + row) * 4 + m % 4) * OUT + m // 4
+    k = column + tl.arange(0, BK)
+    tl.store(out + place[:, None] * ALL + k[None, :], total, mask=(m // 4 < OUT)[:, None])
 
 
 @triton.jit
@@ -390,10 +417,12 @@ def convolve(
         for view in _quarters(placed, size, channels):
             view.copy_(filters)
         blocks = triton.cdiv(images * high * wide, 64)
-        each = max(1, min(8, rows * blocks // 792))  # at least two programs for every place on a GPU
+        each = max(1, min(16, rows * blocks // 700))  # at least two programs for every place on a GPU
+        seen, paired = _pairs(x, size, padding)
         _convolve_patches[(triton.cdiv(blocks, each), rows)](
-            x, placed, *given, **how, BM=64, BK=bk, ALL=columns, BLOCKS=each, num_stages=1
-        )
+            seen, placed, *given, **how | {"num_warps": 8},
+            BM=64, BK=bk, ALL=columns, BLOCKS=each, PAIRED=paired, num_stages=1,
+        )  # fmt: skip
     return out, Kept(x, winner, filters)
 
 
@@ -428,8 +457,10 @@ def convolution_back(
     bm, (bk, columns) = 64, (128, size * size * channels) if wide else _patch_columns(size, channels)
     blocks, places = triton.cdiv(columns, bk), (spread if wide else error)[0, ..., 0].numel()
     # Sums over places are shared out among as many programs as a GPU has room for; shares are added up afterwards.
-    wanted = triton.cdiv(1584 if wide else 396, rows * blocks)
-    pieces = max(1, min(wanted, 8 if wide else 26, places // (8 * bm)))
+    if wide:
+        pieces = max(1, min(triton.cdiv(1584, rows * blocks), 8, places // (8 * bm)))
+    else:
+        pieces = _pieces(rows * blocks, places, max(1, min(26, places // (8 * bm))))
     share = triton.cdiv(triton.cdiv(places, pieces), bm) * bm
     found = x.new_empty(pieces, rows, 1 if wide else 4, outputs, columns, dtype=torch.float32)
     summed = found.new_empty(pieces, rows, outputs)
@@ -437,9 +468,10 @@ def convolution_back(
     if wide:
         _filters_back[grid](x, spread, summed, *given, **how, BM=bm, BN=fit(outputs), BK=bk, num_warps=4, num_stages=3)
     else:
+        seen, paired = _pairs(x, size, padding)
         _patches_back[grid](
-            x, error, kept.winner, *given, **how,
-            BM=bm, BN=fit(outputs), BK=bk, ALL=columns, num_warps=8, num_stages=2,
+            seen, error, kept.winner, *given, **how,
+            BM=bm, BN=fit(outputs), BK=bk, ALL=columns, PAIRED=paired, num_warps=8, num_stages=1,
         )  # fmt: skip
     down = torch.empty_like(x) if below else None
     if down is not None:
@@ -486,6 +518,22 @@ def _patch_columns(size: int, channels: int) -> tuple[int, int]:
     count = (size + 1) ** 2 * channels + 1
     at_once = fit(count)
     return at_once, -(-count // at_once) * at_once
+
+
+def _pairs(x: Tensor, size: int, padding: int) -> tuple[Tensor, bool]:
+    """Images as pairs of numbers, which are read at once where no pair of a patch's is half inside and half outside."""
+    width, channels = x.shape[3:]
+    even = padding % 2 == 0 and (width * channels) % 2 == 0 and ((size + 1) * channels) % 2 == 0
+    if x.dtype != torch.float16 or not even:
+        return x, False
+    return x.flatten().view(torch.int32), True
+
+
+def _pieces(programs: int, places: int, most: int) -> int:
+    """Into how many shares sums are cut: all of an H200's multiprocessors busy to the end, and little to add up."""
+    return min(
+        range(1, most + 1), key=lambda count: -(-programs * count // 132) / count + 2 * programs * count / places
+    )
 
 
 def _quarters(patches: Tensor, size: int, channels: int) -> list[Tensor]:

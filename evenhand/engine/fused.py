@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from evenhand.checks import EvenhandError
-from evenhand.engine.programs import FeedForward, Layer, Lean, Tensors, feed_forward_layers
+from evenhand.engine.programs import FeedForward, Goal, Layer, Lean, Tensors, feed_forward_layers
 from evenhand.models.networks import PooledConv2d
 
 WIDEST = 128  # samples, channels and classes that one program of the kernels holds at once
@@ -87,6 +87,14 @@ class Fused(FeedForward):
                 "set precision='float32'"
             )
 
+    def form(self, inputs: Tensor) -> Tensor:
+        """Images with their channels last, in the format that convolutions read."""
+        if not self.opens:
+            return inputs
+        images = inputs if self.opening.form is None else self.opening.form(inputs)
+        found: Tensor = self.convolutions.laid_out(images.permute(0, 2, 3, 1), self.stored)
+        return found
+
     @staticmethod
     def fits(module: nn.Module, device: torch.device | None) -> bool:
         """Whether this program can train the module here."""
@@ -99,13 +107,13 @@ class Fused(FeedForward):
         targets: Tensor,
         weights: Tensor,
         lean: Lean | None,
-        found: Tensors | None,
+        goal: Goal,
         full: bool,
     ) -> Tensor:
         named = [(f"{layer.name}.weight", f"{layer.name}.bias" if layer.biased else None) for layer in self.layers]
         given = [(tensors[weight], None if bias is None else tensors[bias]) for weight, bias in named]
         if lean is not None or max(weights.shape[1], given[-1][0].shape[1]) > WIDEST:
-            return super()._through(tensors, inputs, targets, weights, lean, found, full)
+            return super()._through(tensors, inputs, targets, weights, lean, goal, full)
         active = None if full else weights
         how: dict[str, Any] = {"precision": self.precision, "active": active}
         kept, flat = self._opened(tensors, inputs, active)
@@ -121,19 +129,18 @@ class Fused(FeedForward):
             wanted, gated = self._below(depth)
             if depth < last and wanted:
                 below = self.kernels.down(error, x, weight, gated=gated, **how)
-            out = given[depth] if found is None else (torch.empty_like(weight), _like(bias))
-            self.kernels.gradient(error, x, weight, bias, *out, step=found is None, **how)
-            if found is not None:
-                found |= {name: own for name, own in zip(named[depth], out, strict=True) if name and own is not None}
+            places = goal.place(named[depth][0], weight), _place(goal, named[depth][1], bias)
+            read, out = zip(*places, strict=True)
+            self.kernels.gradient(error, x, *read, *out, step=goal.minus, **how)
             error = below
         if self.opens:
-            self._convolutions_back(tensors, kept, error, found, active)
+            self._convolutions_back(tensors, kept, error, goal, active)
         return scores
 
     def _opened(
         self, tensors: Tensors, inputs: Tensor, active: Tensor | None = None, most: int | None = None
     ) -> tuple[list[Any], Tensor]:
-        """What every convolution's way back needs, and what the linear layers are given.
+        """What every convolution's way back needs, and what the linear layers are given, of samples in their `form`.
 
         active: weights of the samples; those of padding are not looked at, and the linear layers are given zeros.
         most: only so many of the convolutions.
@@ -141,9 +148,7 @@ class Fused(FeedForward):
         kept: list[Any] = []
         if not self.opens:
             return kept, inputs
-        rows, samples = inputs.shape[:2]
-        images = inputs.flatten(0, 1) if self.opening.form is None else self.opening.form(inputs.flatten(0, 1))
-        images = self.convolutions.laid_out(images.unflatten(0, (rows, samples)).permute(0, 1, 3, 4, 2), self.stored)
+        images = inputs.to(self.stored).contiguous()
         for name, padding, relu in self.opening.convolutions[:most]:
             images, own = self.convolutions.convolve(
                 images,
@@ -152,7 +157,7 @@ class Fused(FeedForward):
                 padding=padding,
                 relu=relu,
                 precision=self.precision,
-                stored=inputs.dtype if name == self.opening.convolutions[-1].name else self.stored,
+                stored=torch.float32 if name == self.opening.convolutions[-1].name else self.stored,
                 active=active,
             )
             kept.append(own)
@@ -182,14 +187,14 @@ class Fused(FeedForward):
         tensors: Tensors,
         activations: list[Any],
         error: Tensor,
-        found: Tensors | None,
+        goal: Goal,
         pushes: Sequence[Tensor] = (),
         active: Tensor | None = None,
     ) -> Tensor:
         count = len(self.opening.convolutions)
-        error = super()._back(tensors, activations[count:], error, found, pushes[count:])
+        error = super()._back(tensors, activations[count:], error, goal, pushes[count:])
         if count:
-            self._convolutions_back(tensors, activations[:count], error, found, active, pushes[:count])
+            self._convolutions_back(tensors, activations[:count], error, goal, active, pushes[:count])
         return error
 
     def _convolutions_back(
@@ -197,7 +202,7 @@ class Fused(FeedForward):
         tensors: Tensors,
         kept: list[Any],
         error: Tensor,
-        found: Tensors | None,
+        goal: Goal,
         active: Tensor | None = None,
         pushes: Sequence[Tensor] = (),
     ) -> None:
@@ -218,22 +223,20 @@ class Fused(FeedForward):
         for depth, (name, padding, _) in reversed(list(enumerate(self.opening.convolutions))):
             if depth < len(between):
                 shown += between[depth] / scale.view(-1, 1, 1, 1, 1)
-            own = tensors[f"{name}.weight"], tensors[f"{name}.bias"]
-            out = own if found is None else (torch.empty_like(own[0]), torch.empty_like(own[1]))
+            named = (f"{name}.weight", f"{name}.bias")
+            read, out = zip(*(goal.place(own, tensors[own]) for own in named), strict=True)
             shown = self.convolutions.convolution_back(
                 shown,
                 kept[depth],
                 scale,
-                *own,
+                *read,
                 *out,
-                step=found is None,
+                step=goal.minus,
                 below=depth > 0,
                 padding=padding,
                 precision=self.precision,
                 active=active,
             )
-            if found is not None:
-                found[f"{name}.weight"], found[f"{name}.bias"] = out
 
 
 def _answered(kept: list[Any], flat: Tensor) -> list[Tensor]:
@@ -241,8 +244,8 @@ def _answered(kept: list[Any], flat: Tensor) -> list[Tensor]:
     return [*(own.images for own in kept[1:]), flat] if kept else []
 
 
-def _like(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else torch.empty_like(tensor)
+def _place(goal: Goal, name: str | None, like: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    return (None, None) if name is None or like is None else goal.place(name, like)
 
 
 def served(device: torch.device | None) -> bool:

@@ -310,6 +310,33 @@ class Batched:
         return list(found.values()), scores
 
 
+class Goal(NamedTuple):
+    """Where gradients go, by name: they are put there, or with `minus` taken off what is there."""
+
+    tensors: Tensors
+    minus: bool = False
+
+    def take(self, name: str, gradient: Tensor) -> None:
+        if self.minus:
+            self.tensors[name].sub_(gradient)
+        else:
+            self.tensors[name] = gradient
+
+    def take_product(self, name: str, left: Tensor, right: Tensor) -> None:
+        """A gradient that is a product: taken off, it is never stored."""
+        if self.minus:
+            self.tensors[name].baddbmm_(left, right, alpha=-1.0)
+        else:
+            self.tensors[name] = torch.bmm(left, right)
+
+    def place(self, name: str, like: Tensor) -> tuple[Tensor, Tensor]:
+        """What is read, and where it is written, by a kernel that takes a gradient off or puts it there."""
+        if self.minus:
+            return self.tensors[name], self.tensors[name]
+        self.tensors[name] = torch.empty_like(like)
+        return like, self.tensors[name]
+
+
 class Layer(NamedTuple):
     """A linear layer of a network, and whether ReLU follows."""
 
@@ -346,6 +373,10 @@ class FeedForward:
         flat = flat - torch.bmm(real.unsqueeze(1), flat) / count.view(-1, 1, 1)
         return torch.bmm(flat, flat.transpose(1, 2))
 
+    def form(self, inputs: Tensor) -> Tensor:
+        """Samples (samples first) as this program reads them: laid out once, in the place of at every step."""
+        return inputs
+
     def gradients(
         self,
         tensors: Tensors,
@@ -355,17 +386,17 @@ class FeedForward:
         lean: Lean | None = None,
         likeness: Likeness | None = None,
     ) -> tuple[list[Tensor], Tensor]:
-        found: Tensors = {}
+        goal = Goal({})
         if likeness is None:
-            scores = self._through(tensors, inputs, targets, weights, lean, found, full=False)
+            scores = self._through(tensors, inputs, targets, weights, lean, goal, full=False)
         else:
             seen: list[Tensor] = []
             *activations, scores = self._forward(tensors, inputs, seen, likeness.real)
             first = seen[: likeness.strength.shape[1]]
             pushes = likeness.pushes(first, [self.products(layer, likeness.real) for layer in first])
             error = self._error(scores, targets, weights, lean)
-            self._back(tensors, activations, error, found, pushes, likeness.real)
-        return [found[name] for name in tensors], scores
+            self._back(tensors, activations, error, goal, pushes, likeness.real)
+        return [goal.tensors[name] for name in tensors], scores
 
     def step(
         self,
@@ -376,12 +407,14 @@ class FeedForward:
         lean: Lean | None = None,
         *,
         full: bool = False,
+        off: Tensors | None = None,
     ) -> Tensor:
         """One step of plain SGD (the weights carry the learning rate), folded into the products that form it.
 
-        full: no sample is known to be padding, without weight, so that none need be looked for.
+        full: no sample is known to be padding, without weight, so that none need be looked for. off: what the gradients
+        are taken off, where that is not the tensors themselves.
         """
-        return self._through(tensors, inputs, targets, weights, lean, None, full)
+        return self._through(tensors, inputs, targets, weights, lean, Goal(off or tensors, minus=True), full)
 
     def _through(
         self,
@@ -390,17 +423,14 @@ class FeedForward:
         targets: Tensor,
         weights: Tensor,
         lean: Lean | None,
-        found: Tensors | None,
+        goal: Goal,
         full: bool,
     ) -> Tensor:
-        """Forwards and back; returns the scores.
-
-        Gradients are found or, without a place for them, taken off the weights.
-        """
+        """Forwards and back; returns the scores."""
         active = None if full or lean is not None else weights
         activations = self._forward(tensors, inputs, active=active)
         scores = activations.pop()
-        self._back(tensors, activations, self._error(scores, targets, weights, lean), found, active=active)
+        self._back(tensors, activations, self._error(scores, targets, weights, lean), goal, active=active)
         return scores
 
     def _forward(
@@ -445,7 +475,7 @@ class FeedForward:
         tensors: Tensors,
         activations: list[Tensor],
         error: Tensor,
-        found: Tensors | None,
+        goal: Goal,
         pushes: Sequence[Tensor] = (),
         active: Tensor | None = None,
     ) -> Tensor:
@@ -457,7 +487,7 @@ class FeedForward:
             below, gated = self._below(depth)
             if depth < len(pushes):
                 error = error + pushes[depth]
-            error = self._layer_back(tensors, self.layers[depth], activations[depth], error, below, gated, found)
+            error = self._layer_back(tensors, self.layers[depth], activations[depth], error, below, gated, goal)
         return error
 
     def _below(self, depth: int) -> tuple[bool, bool]:
@@ -472,31 +502,15 @@ class FeedForward:
         error: Tensor,
         below: bool,
         gated: bool,
-        found: Tensors | None,
+        goal: Goal,
     ) -> Tensor:
         """One layer's part of it; returns the error below, where it is wanted."""
         weight, bias = f"{layer.name}.weight", f"{layer.name}.bias"
         down = torch.bmm(error, tensors[weight]) if below else error
-        take_product(tensors, weight, error.transpose(1, 2), x, found)
+        goal.take_product(weight, error.transpose(1, 2), x)
         if layer.biased:
-            take(tensors, bias, error.sum(1), found)
+            goal.take(bias, error.sum(1))
         return down.mul_(x > 0) if below and gated else down
-
-
-def take(tensors: Tensors, name: str, gradient: Tensor, found: Tensors | None) -> None:
-    """A gradient is found or, without a place for it, taken off the weights."""
-    if found is None:
-        tensors[name].sub_(gradient)
-    else:
-        found[name] = gradient
-
-
-def take_product(tensors: Tensors, name: str, left: Tensor, right: Tensor, found: Tensors | None) -> None:
-    """The same of one that is a product; off the weights without being stored."""
-    if found is None:
-        tensors[name].baddbmm_(left, right, alpha=-1.0)
-    else:
-        found[name] = torch.bmm(left, right)
 
 
 def feed_forward_layers(module: nn.Module) -> list[Layer]:

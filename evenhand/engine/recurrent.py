@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from evenhand.checks import EvenhandError
 from evenhand.engine.fused import served
-from evenhand.engine.programs import Batched, FeedForward, Layer, Lean, Likeness, Tensors, take, take_product
+from evenhand.engine.programs import Batched, FeedForward, Goal, Layer, Lean, Likeness, Tensors
 from evenhand.models.recurrent import LSTM, LastStep
 
 
@@ -79,14 +79,14 @@ class Recurrent(FeedForward):
         targets: Tensor,
         weights: Tensor,
         lean: Lean | None,
-        found: Tensors | None,
+        goal: Goal,
         full: bool,
     ) -> Tensor:
         active = None if full or lean is not None else weights  # a row without any is not even looked at
         courses = self._opened(tensors, inputs, active, keep=True)
         last, scores = super()._forward(tensors, courses[-1].hidden[:, -1])
-        error = super()._back(tensors, [last], self._error(scores, targets, weights, lean), found)
-        self._courses_back(tensors, inputs, courses, error, found, active)
+        error = super()._back(tensors, [last], self._error(scores, targets, weights, lean), goal)
+        self._courses_back(tensors, inputs, courses, error, goal, active)
         return scores
 
     def _name(self, kind: str, depth: int) -> str:
@@ -112,7 +112,7 @@ class Recurrent(FeedForward):
         inputs: Tensor,
         courses: list[Course],
         error: Tensor,
-        found: Tensors | None,
+        goal: Goal,
         active: Tensor | None,
     ) -> None:
         """From the error of the last step's state down to the embedding."""
@@ -123,7 +123,7 @@ class Recurrent(FeedForward):
             errors = steps(course, error, tensors[self._name("weight_hh", depth)], active=active).flatten(1, 2)
             turned = errors.transpose(1, 2)
             before = course.hidden[:, :-1].flatten(1, 2)
-            take_product(tensors, self._name("weight_hh", depth), turned[:, :, samples:], before, found)
+            goal.take_product(self._name("weight_hh", depth), turned[:, :, samples:], before)
             weight = tensors[self._name("weight_ih", depth)]
             if depth:
                 below = courses[depth - 1].hidden.flatten(1, 2)
@@ -136,10 +136,10 @@ class Recurrent(FeedForward):
                 by_token = torch.bmm(each.transpose(1, 2), errors)  # nothing is added up by atomics
                 turned, summed = by_token.transpose(1, 2), by_token.sum(1)
                 embedded = torch.bmm(by_token, weight)
-            take_product(tensors, self._name("weight_ih", depth), turned, below, found)
-            take(tensors, self._name("bias_ih", depth), summed, found)
-            take(tensors, self._name("bias_hh", depth), summed, found)
-        take(tensors, f"{self.embedding}.weight", embedded, found)
+            goal.take_product(self._name("weight_ih", depth), turned, below)
+            goal.take(self._name("bias_ih", depth), summed)
+            goal.take(self._name("bias_hh", depth), summed)
+        goal.take(f"{self.embedding}.weight", embedded)
 
 
 def forwards(

@@ -25,7 +25,7 @@ from evenhand.engine.groups import Told, cells_of, check_groups, looks_at_groups
 from evenhand.engine.preparation import Preparation
 from evenhand.engine.programs import layers_of
 from evenhand.engine.rounds import Begun, Floats, Foreseen, Ready, Replica, Settings, Turn, Verdict
-from evenhand.engine.training import Columns, Local, Shape, evaluate, samples_at_once
+from evenhand.engine.training import Columns, Local, Shape, evaluate, pulling, samples_at_once
 from evenhand.engine.wishes import (
     SEEN,
     likeness_of,
@@ -294,13 +294,14 @@ class Simulation:
         """What differs from row to row because it differs from replica to replica; kept like the owners."""
         work = self.settings.work
         momenta = [getattr(replica.method.objective, "client_momentum", work.momentum) for replica in ready.replicas]
-        rates = [(replica.method, self._rate(replica, ready.round)) for replica in ready.replicas]
+        given = [(replica.method, self._rate(replica, ready.round)) for replica in ready.replicas]
+        rates = [pace_of(method, rate) * rate for method, rate in given]
         sharp = [sharpness(replica.method) if told is not None else 0.0 for replica in ready.replicas]
         named = {
-            "rates": [pace_of(method, rate) * rate for method, rate in rates],
+            "rates": rates,
             "momentum": momenta,
-            "pull": list(pulls),
             "sharpness": sharp,
+            **pulling(rates, pulls, momenta, work),
         }
         if self._held_columns is None or self._held_columns[0] is not ready.owner or self._held_columns[1] != named:
             columns = Columns(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
 
@@ -33,6 +33,7 @@ STREAMS = 16  # rows of the sequential program that a GPU works on at the same t
 MEMORY = 64.0  # samples of a cell that its mean probability remembers
 PADDED = 1.2  # times the real samples: batches with more places than that are cut into patches
 GATHERED = 256 << 20  # bytes of a round's samples that are gathered ahead of the steps
+BACK = 0.5  # share of the way back to the received model up to which a pull follows on a step that is made without it
 
 
 @dataclass(frozen=True)
@@ -180,6 +181,7 @@ class Columns:
     rates: Tensor  # learning rates
     momentum: Tensor | None = None
     pull: Tensor | None = None  # strength of the proximal pull towards the received model
+    back: Tensor | None = None  # or, in its place, which share of the way back to that model a step goes (`pulling`)
     tables: Tensor | None = None  # rows x cells x (classes + 1): what is told about groups (evenhand.constraints)
     sharpness: Tensor | None = None  # of the probabilities that the tables speak of
     # Constraints that are followed through the steps (evenhand.constraints.Followed; cells x classes in one axis).
@@ -196,7 +198,7 @@ class Columns:
     @property
     def looks_back(self) -> bool:
         """Whether steps need to know the received model."""
-        return any(column is not None for column in (self.pull, self.leash, self.likeness))
+        return any(column is not None for column in (self.pull, self.back, self.leash, self.likeness))
 
     def named(self) -> dict[str, Tensor]:
         """Those that are there."""
@@ -204,6 +206,18 @@ class Columns:
 
     def part(self, rows: slice | Tensor) -> Columns:
         return Columns(**{name: column[rows] for name, column in self.named().items()})
+
+
+def pulling(
+    rates: Sequence[float], pulls: Sequence[float], momenta: Sequence[float], work: LocalWork
+) -> dict[str, list[float]]:
+    """The column that tells rows how strongly they are pulled towards the received model.
+
+    As a share of the way back, where every row makes steps without the pull and then goes back.
+    """
+    shares = [rate * pull for rate, pull in zip(rates, pulls, strict=True)]
+    alone = not any(momenta) and work.weight_decay == 0.0 and work.clip is None
+    return {"back": shares} if alone and max(shares) <= BACK else {"pull": list(pulls)}
 
 
 class Following:
@@ -278,6 +292,11 @@ class Local:
     cells: Tensor | None = None  # of each sample, where groups are looked at
     cell_count: int = 0
     precision: str = "float32"  # of products on a GPU (PRECISIONS)
+    formed: Tensor = field(init=False)  # the inputs as the program reads them
+
+    def __post_init__(self) -> None:
+        formed = self.program.form(self.inputs) if isinstance(self.program, FeedForward) else self.inputs
+        object.__setattr__(self, "formed", formed)
 
     @_precisely
     def round(
@@ -405,10 +424,10 @@ class Local:
 
     def _samples(self, batches: Batches) -> Callable[[slice], Tensor]:
         """The inputs of some steps (rows x steps x batch x ...): gathered once where that is not too much."""
-        each = self.inputs[:1].numel() * self.inputs.element_size()
-        if batches.indices.numel() * each > GATHERED:
-            return lambda steps: self.inputs[batches.indices[:, steps]]
-        whole = self.inputs[batches.indices]
+        each = self.formed[:1].numel() * self.formed.element_size()
+        if self.heavy or batches.indices.numel() * each > GATHERED:
+            return lambda steps: gathered(self.formed, batches.indices[:, steps])
+        whole = gathered(self.formed, batches.indices)
         return lambda steps: whole[:, steps]
 
     def _wanted(self, batches: Batches, steps: slice) -> Tensor:
@@ -431,14 +450,16 @@ class Local:
         reached: Tensor | None = None,
     ) -> Tensor:
         """All local steps, in place; returns the scores of the first one."""
-        tensors, work, weights, rates = self.shape.views(rows), self.work, batches.weights, columns.rates
-        added = (columns.momentum, columns.pull, columns.leash, columns.likeness)
-        plain = all(column is None for column in added) and work.weight_decay == 0.0 and work.clip is None
-        if plain:  # the gradient is linear in the sample weights, so they can carry the learning rate
-            weights = weights * rates.view(-1, 1, 1)
-        active = None if plain or batches.steady else (weights > 0).any(2).to(rows.dtype)
+        tensors, weights, rates = self.shape.views(rows), batches.weights, columns.rates
+        folded = self._folds(columns)
+        if folded:  # the gradient is linear in the sample weights, so they can carry the learning rate
+            paces = rates if columns.back is None else rates / (1.0 - columns.back)
+            weights = weights * paces.view(-1, 1, 1)
+        looks = columns.momentum is not None or columns.looks_back
+        active = None if (folded and not looks) or batches.steady else (weights > 0).any(2).to(rows.dtype)
         if columns.momentum is not None and velocity is None:
             velocity = torch.zeros_like(rows)
+        off = tensors if velocity is None else self.shape.views(velocity)
         first, followed = rows.new_empty(0), Following.of(columns, reached)
         labels = self._wanted(batches, slice(0, batches.steps))
         for step in range(batches.steps):
@@ -449,21 +470,44 @@ class Local:
                     batches.partners[:, step], batches.blend[:, step], index, seen, wanted, counts
                 )
             counted, lean = self._leaning(columns, followed, index, wanted, counts)
-            if plain and isinstance(self.program, FeedForward):
-                scores = self.program.step(tensors, seen, wanted, counted, lean, full=batches.full)
+            moving = None if active is None else active[:, now]
+            if folded:
+                if velocity is not None and columns.momentum is not None:
+                    velocity.mul_(columns.momentum)
+                if isinstance(self.program, FeedForward):
+                    scores = self.program.step(tensors, seen, wanted, counted, lean, full=batches.full, off=off)
+                else:
+                    found, scores = self.program.gradients(tensors, seen, wanted, counted, lean)
+                    torch._foreach_sub_(list(off.values()), found)
+                self._follow_up(rows, received, columns, velocity, moving)
             else:
                 likeness = self._likeness(columns, received, seen, counts)
                 found, scores = self.program.gradients(tensors, seen, wanted, counted, lean, likeness)
-                if plain:
-                    torch._foreach_sub_(list(tensors.values()), found)
-                else:
-                    rate = rates if active is None else rates * active[:, step : step + 1]
-                    self._step(rows, received, found, rate, columns, velocity)
+                self._step(rows, received, found, rates if moving is None else rates * moving, columns, velocity)
             first = scores if step == 0 else first
             more = reached is not None or step + 1 < batches.steps
             if followed is not None and self.cells is not None and more:
                 followed.see(scores, self._cells(index, wanted), counts > 0)
         return first
+
+    def _folds(self, columns: Columns) -> bool:
+        """Whether steps are plain SGD folded into the products, with no more than momentum or a way back besides."""
+        added = (columns.pull, columns.leash, columns.likeness)
+        alone = columns.momentum is None or columns.back is None
+        return alone and all(c is None for c in added) and self.work.weight_decay == 0.0 and self.work.clip is None
+
+    @staticmethod
+    def _follow_up(
+        rows: Tensor, received: Tensor | None, columns: Columns, velocity: Tensor | None, moving: Tensor | None
+    ) -> None:
+        """What comes after a folded step: the velocity, which has taken up the step, or the way back."""
+        if velocity is not None:
+            if moving is None:
+                rows.add_(velocity)
+            else:
+                rows.addcmul_(velocity, moving)
+        if columns.back is not None and received is not None:
+            rows.lerp_(received, columns.back if moving is None else columns.back * moving)
 
     def _uneven(self, batches: Batches, weights: Tensor, columns: Columns | None = None) -> bool:
         """Whether so much of the batches is padding that it is better left out.
@@ -587,12 +631,16 @@ class Local:
         columns: Columns,
         velocity: Tensor | None,
     ) -> None:
-        """One step of SGD with everything a client may add to it."""
+        """One step of SGD with everything a client may add to it.
+
+        A velocity holds gradients here; that of folded steps is what the rows go by.
+        """
         flat = torch.zeros_like(rows)
         for view, gradient in zip(self.shape.views(flat).values(), found, strict=True):
             view.copy_(gradient)
-        if columns.pull is not None and received is not None:
-            flat.addcmul_(rows - received, columns.pull)
+        pull = columns.pull if columns.back is None else columns.back / columns.rates
+        if pull is not None and received is not None:
+            flat.addcmul_(rows - received, pull)
         if columns.leash is not None and received is not None:
             apart = rows - received
             length = torch.linalg.vector_norm(apart, dim=1, keepdim=True)
@@ -605,6 +653,13 @@ class Local:
         if velocity is not None and columns.momentum is not None:
             flat = velocity.mul_(columns.momentum).add_(flat)
         rows.addcmul_(flat, rates, value=-1.0)
+
+
+def gathered(table: Tensor, index: Tensor) -> Tensor:
+    """table[index] of rows of a table, by the faster of the library's ways."""
+    flat = index.reshape(-1)
+    found = table[flat] if table.is_cuda else table.index_select(0, flat)
+    return found.view(*index.shape, *table.shape[1:])
 
 
 def _mixed(
@@ -669,7 +724,7 @@ def evaluate(module: nn.Module, shape: Shape, models: Tensor, asked: Asked) -> t
         part = slice(start, start + asked.at_once)
         index = samples.indices[part]
         with answering(module), arithmetic(asked.precision):
-            scores = [functional_call(module, tensors, (asked.inputs[index],)) for tensors in each]
+            scores = [functional_call(module, tensors, (gathered(asked.inputs, index),)) for tensors in each]
         answer = scores[0]
         if len(scores) > 1:
             answer = torch.stack([torch.log_softmax(one, dim=-1) for one in scores]).logsumexp(0)  # up to log(models)

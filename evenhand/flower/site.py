@@ -22,7 +22,7 @@ from evenhand.engine.batches import OPTIONAL, Batches, Plan, gather, mixed, plan
 from evenhand.engine.choice import choose_program
 from evenhand.engine.correction import dimensions, log_probabilities, upper
 from evenhand.engine.groups import cells_of, looks_at_groups, sharpness, told_columns
-from evenhand.engine.training import Columns, Local, Shape, evaluate, samples_at_once
+from evenhand.engine.training import Columns, Local, Shape, evaluate, pulling, samples_at_once
 from evenhand.engine.wishes import likeness_of, mixup_of, pull_of
 from evenhand.flower import correction, wire
 from evenhand.flower.client import PERSONAL, described, evaluated, node_name, node_place
@@ -225,17 +225,10 @@ class Turn:
     def _columns(self, batches: Batches) -> tuple[Columns, Sums | None]:
         """What the method adds to the training; and the sums by cell, where they go with the answer."""
         site, chosen, work = self.site, self.method, self.site.work
-        values = {
-            "rates": work.rate(self.index),
-            "momentum": getattr(chosen.objective, "client_momentum", work.momentum),
-            "pull": pull_of(chosen, work.rate(self.index)),
-            "sharpness": sharpness(chosen) if looks_at_groups(chosen) else 0.0,
-        }
-        named = {
-            name: torch.tensor([[value]], dtype=torch.float32, device=site.device)
-            for name, value in values.items()
-            if name == "rates" or value
-        }
+        rate, momentum = work.rate(self.index), getattr(chosen.objective, "client_momentum", work.momentum)
+        named = self._told(rate, momentum, pull_of(chosen, rate))
+        if looks_at_groups(chosen):
+            named["sharpness"] = torch.full_like(named["rates"], sharpness(chosen))
         if correction.LEASH in self.task:
             named["leash"] = torch.tensor([[self.task[correction.LEASH]]], dtype=torch.float32, device=site.device)
         sums = None
@@ -250,6 +243,16 @@ class Turn:
             named["likeness"] = torch.tensor([strengths], device=site.device)
             named["previous"] = (self.model if before is None else site.flat(before)).unsqueeze(0)
         return Columns(**named), sums
+
+    def _told(self, rate: float, momentum: float, pull: float) -> dict[str, Tensor]:
+        """What one row is told of its steps."""
+        values = {"rates": [rate], "momentum": [momentum], **pulling([rate], [pull], [momentum], self.site.work)}
+        device = self.site.device
+        return {
+            name: torch.tensor([value], dtype=torch.float32, device=device)
+            for name, value in values.items()
+            if name == "rates" or any(value)
+        }
 
     def _lean(self, sums: Sums) -> dict[str, Tensor]:
         """What the client tells itself about groups, where it needs nobody else for that."""
@@ -287,14 +290,7 @@ class Turn:
         assert isinstance(objective, Personal)
         own = self.keep.read(PERSONAL, before=self.round)
         row = (site.start if own is None else site.flat(own)).unsqueeze(0).clone()
-        values = {"rates": site.work.rate(self.index), "momentum": site.work.momentum, "pull": objective.lam}
-        columns = Columns(
-            **{
-                name: torch.tensor([[value]], dtype=torch.float32, device=site.device)
-                for name, value in values.items()
-                if name == "rates" or value
-            }
-        )
+        columns = Columns(**self._told(site.work.rate(self.index), site.work.momentum, objective.lam))
         site.local.train(row, self.model.unsqueeze(0), batches, columns)
         self.keep.write(PERSONAL, self.round, site.named(row[0]))
         return int(own is None and bool(self.task[wire.KNOWN]))
