@@ -33,6 +33,7 @@ import click
 import markdown_it
 import numpy as np
 import pytest
+import torch
 import typer
 from scipy.stats import ttest_1samp
 
@@ -407,3 +408,19 @@ def test_the_times_of_the_recipes_are_those_of_the_committed_runs():
     assert f"shortened ones too: {pages.times(*pages.folders())})" in said
     for place in pages.folders():
         assert f"results/{place.name}/results.md" in said
+
+
+def test_the_arithmetic_of_runs_is_counted(tmp_path):
+    floor = results_script("floor")
+    products = [784 * 200, 200 * 200, 200 * 10]
+    back = 2 * sum(products) - products[0]  # of all weights, and of the errors below all layers but the first
+    once = floor.operations("mlp", (), torch.Size((1, 28, 28)), 10)
+    assert once == 2 * (sum(products) + back)
+    told = eh.Experiment().with_settings(
+        {"data": "fashion-mnist", "model": "mlp", "clients": 100, "rounds": 30, "work.epochs": 2}
+    )
+    told = told.with_settings({"sampling.participation": 0.1, "split": [0.5, 0.0, 0.5]})
+    assert floor.of_a_run(told, str(tmp_path)) == (pytest.approx(30 * 2 * 70_000 * 0.5 * 0.1 * once), False)
+    table = floor.find_recipe("fedfv/table3")
+    runs = sum(seeds for _, seeds in floor.runs_of(table))
+    assert table.takes.startswith(f"{runs} runs of ")
