@@ -65,8 +65,9 @@ def trained(program, module, sizes, work: LocalWork, *, momentum=0.0, pull=0.0, 
     batches = Batches.of(steps_of(sizes, work, epochs), torch.device("cpu"))
 
     every = [work.lr] * len(sizes) if rates is None else rates
-    told = {"rates": every, "momentum": [momentum] * len(sizes), "sharpness": [sharp] * len(sizes)}
-    told |= pulling(every, [pull] * len(sizes), told["momentum"], work)
+    momenta, pulls = (own if isinstance(own, list) else [own] * len(sizes) for own in (momentum, pull))
+    told = {"rates": every, "momentum": momenta, "sharpness": [sharp] * len(sizes)}
+    told |= pulling(every, pulls, momenta, work)
     local = Local(program, shape, inputs, targets, work, torch.arange(len(targets)) % CELLS, CELLS)
     model = shape.flat(module).unsqueeze(0)
     tables = told_tables(sizes) if sharp else None
@@ -179,6 +180,17 @@ def test_each_client_can_have_a_learning_rate_of_its_own():
     for client, rate in enumerate([0.1, 0.2, 0.3, 0.05]):
         alone = by_hand(module, SIZES, LocalWork(batch_size=8, lr=rate))[0][client]
         torch.testing.assert_close(together[client], alone, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("momenta", [[0.9, 0.0, 0.5, 0.0], [0.9, 0.4, 0.5, 0.0]])  # of nobody who is pulled; of one
+def test_some_clients_can_have_momentum_and_others_a_pull(momenta):
+    module, work, pulls = build("mlp", (12,), 4, seed=1), LocalWork(batch_size=8, epochs=2), [0.0, 0.7, 0.0, 2.0]
+    assert list(pulling([work.lr] * 4, pulls, momenta, work)) == ["pull" if momenta[1] else "back"]
+    for program in (FeedForward(module), Batched(module)):
+        together, _ = trained(program, module, SIZES, work, momentum=momenta, pull=pulls)
+        for client, (momentum, pull) in enumerate(zip(momenta, pulls, strict=True)):
+            alone = by_hand(module, SIZES, work, momentum=momentum, pull=pull)[0][client]
+            torch.testing.assert_close(together[client], alone, rtol=1e-3, atol=1e-5)
 
 
 def test_feed_forward_networks_are_recognised_and_others_are_not():

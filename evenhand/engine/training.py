@@ -213,11 +213,12 @@ def pulling(
 ) -> dict[str, list[float]]:
     """The column that tells rows how strongly they are pulled towards the received model.
 
-    As a share of the way back, where every row makes steps without the pull and then goes back.
+    As a share of the way back, where every row can make its steps without the pull and then go back.
     """
     shares = [rate * pull for rate, pull in zip(rates, pulls, strict=True)]
-    alone = not any(momenta) and work.weight_decay == 0.0 and work.clip is None
-    return {"back": shares} if alone and max(shares) <= BACK else {"pull": list(pulls)}
+    both = any(pull and momentum for pull, momentum in zip(pulls, momenta, strict=True))
+    apart = not both and work.weight_decay == 0.0 and work.clip is None
+    return {"back": shares} if apart and max(shares) <= BACK else {"pull": list(pulls)}
 
 
 class Following:
@@ -493,14 +494,13 @@ class Local:
     def _folds(self, columns: Columns) -> bool:
         """Whether steps are plain SGD folded into the products, with no more than momentum or a way back besides."""
         added = (columns.pull, columns.leash, columns.likeness)
-        alone = columns.momentum is None or columns.back is None
-        return alone and all(c is None for c in added) and self.work.weight_decay == 0.0 and self.work.clip is None
+        return all(c is None for c in added) and self.work.weight_decay == 0.0 and self.work.clip is None
 
     @staticmethod
     def _follow_up(
         rows: Tensor, received: Tensor | None, columns: Columns, velocity: Tensor | None, moving: Tensor | None
     ) -> None:
-        """What comes after a folded step: the velocity, which has taken up the step, or the way back."""
+        """What comes after a folded step: of a row the velocity, which has taken up the step, or the way back."""
         if velocity is not None:
             if moving is None:
                 rows.add_(velocity)
