@@ -3,7 +3,9 @@
 The choice in `evenhand/engine/choice.py` goes by the kind of network; this is where it comes from. On a GPU also a
 round's steps as a CUDA graph, by the programs and precisions that there are.
 
-    python benchmarks/programs.py [--device cpu|cuda] [--model NAME ...]
+    python benchmarks/programs.py [--device cpu|cuda] [--model NAME ...] [--kernels]
+
+--kernels prints instead what a GPU spends a step of the fused program on, kernel by kernel.
 """
 
 from __future__ import annotations
@@ -84,6 +86,29 @@ def replayed(name: str, kind: str, precision: str, clients: int) -> tuple[float,
     return perf_counter() - start, best_time(graph.replay, "cuda")
 
 
+def kernels(name: str, clients: int) -> None:
+    """What a step of the fused program takes a GPU, kernel by kernel."""
+    shape = (784,) if name == "mlp" else MODELS[name][0]
+    module, tensors, inputs, targets = given(name, shape, clients, 50, "cuda")
+    program = choose_program(module, "fused", torch.device("cuda"), "tf32")
+    assert isinstance(program, FeedForward)
+    read = program.form(inputs.flatten(0, 1)).unflatten(0, inputs.shape[:2])
+    weights, times = torch.full((clients, 50), 1e-4, device="cuda"), 5
+    with arithmetic("tf32"):
+        for _ in range(3):
+            program.step(tensors, read, targets, weights, full=True)
+        wait("cuda")
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+            for _ in range(times):
+                program.step(tensors, read, targets, weights, full=True)
+            wait("cuda")
+    found = sorted(seen.key_averages(), key=lambda entry: -entry.self_device_time_total)
+    print(f"\n| {name}, {clients} clients, 50 samples each | launches | us |\n|---|---:|---:|")
+    for entry in found[:15]:
+        print(f"| {entry.key[:70]} | {entry.count / times:.0f} | {entry.self_device_time_total / times:.1f} |")
+    print(f"| all | | {sum(entry.self_device_time_total for entry in found) / times:.1f} |", flush=True)
+
+
 GRAPHS = [
     ("mlp", "feed-forward", "float32"),
     ("mlp", "feed-forward, compiled", "float32"),
@@ -104,8 +129,17 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], help="default: all there are")
     every = dict.fromkeys([*MODELS, *STEPS])
     parser.add_argument("--model", nargs="+", choices=every, default=list(every))
+    parser.add_argument("--kernels", action="store_true", help="a step of the fused program, kernel by kernel")
     arguments = parser.parse_args()
     torch.manual_seed(0)
+    if arguments.kernels:
+        if not torch.cuda.is_available():
+            parser.error("--kernels needs a CUDA GPU")
+        print(provenance("cuda"))
+        for name in filter({"mlp", "cnn", "cnn-mnist"}.__contains__, arguments.model):
+            for clients in (10, 50, 150):
+                kernels(name, clients)
+        return
     for device in devices(arguments.device):
         print(provenance(device))
         print("\n| network | batch | batched, ms | one after another, ms | recurrent, ms |\n|---|---|---|---|---|")
